@@ -1,0 +1,51 @@
+# Everything runs in the project's own .venv, which the first target that needs it creates.
+PYTHON ?= python3.11
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+
+.PHONY: help setup demo test test-fast lint format typecheck bench check-configs clean
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: $(READY)  ## create .venv and install the pinned list (about 3 minutes, 3 GB)
+
+# --no-deps: the list is complete, and resolving would pull in packages that break the CPU build of torch.
+$(READY): requirements/cpu.txt pyproject.toml
+	@echo "Installing the pinned packages into $(VENV) (about 3 minutes, 3 GB)..."
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt
+	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: $(READY)  ## the main job on a real small model: serve, roll out, build, one GRPO step, table
+	$(BIN)/gym-capture demo $(ARGS)
+
+test: $(READY)  ## all tests, with a real vLLM engine (under 15 minutes on 2 cores)
+	$(BIN)/python -m pytest $(ARGS)
+
+test-fast: $(READY)  ## the tests that need no engine
+	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+lint: $(READY)  ## ruff: lint and format check
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(READY)  ## apply ruff's fixes and formatting
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
+	$(BIN)/mypy
+
+check-configs: $(READY)  ## validate every file in serve_configs/
+	$(BIN)/gym-capture check-configs serve_configs/*.yaml
+
+bench: $(READY)  ## all benchmarks, as JSON lines; non-zero exit below a target
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:  ## remove .venv and caches of tools
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Exact token capture for distributed agent rollouts. Start reading at `gym_capture.records`."""

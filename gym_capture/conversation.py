@@ -1,0 +1,81 @@
+"""A conversation in one form, whatever API it came in by.
+
+Invariant: items are immutable, and one assistant turn is one item - assistant messages, function calls and
+reasoning that stand next to each other in a request are merged (`merge_assistant_turns`).
+
+Flow: a dialect parses a request into a `Conversation` -> `fingerprint` hashes it -> `template` renders it.
+Items are named tuples: comparing two conversations compares strings in C, which is what makes repeated
+fingerprints of a growing history cheap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
+
+
+class Message(NamedTuple):
+    """A system, developer or user message."""
+
+    role: str
+    """system | developer | user"""
+    text: str
+
+
+class ToolCall(NamedTuple):
+    """A tool call as the model wrote it, or as the client echoes it."""
+
+    id: str
+    name: str
+    arguments: str
+    """The raw argument text: JSON if the model managed, never parsed and written again."""
+
+
+class AssistantTurn(NamedTuple):
+    """Everything the assistant said in one turn."""
+
+    text: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+
+class ToolResult(NamedTuple):
+    """What a tool answered to the call with id `call_id`."""
+
+    call_id: str
+    text: str
+
+
+Item: TypeAlias = Message | AssistantTurn | ToolResult
+
+
+class Tool(NamedTuple):
+    """A function offered to the model."""
+
+    name: str
+    description: str
+    parameters_json: str
+    """JSON schema of the arguments, as canonical JSON text (sorted keys, no spaces)."""
+
+
+class Conversation(NamedTuple):
+    """What a request asks the model to continue."""
+
+    items: tuple[Item, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+def merge_assistant_turns(items: Iterable[Item]) -> tuple[Item, ...]:
+    """Merges assistant items that stand next to each other into one turn: texts joined, calls in order."""
+    merged: list[Item] = []
+    for item in items:
+        last = merged[-1] if merged else None
+        if isinstance(item, AssistantTurn) and isinstance(last, AssistantTurn):
+            merged[-1] = AssistantTurn(
+                text=last.text + item.text,
+                tool_calls=last.tool_calls + item.tool_calls,
+                reasoning=last.reasoning + item.reasoning,
+            )
+        else:
+            merged.append(item)
+    return tuple(merged)

@@ -1,0 +1,156 @@
+"""Every error this package raises on purpose, as one tree.
+
+Each carries the rollout and the call it belongs to where they are known, so that one log line is enough to
+find the record. Errors are classified once, at the boundary that answers the client (`serving.errors`); below
+that boundary nothing catches `Exception`.
+
+    GymCaptureError
+    ├── RecordError                a record is malformed: names the field
+    │   └── SchemaVersionError     ...or written by a newer version
+    ├── StoreError                 state could not be read or written
+    │   ├── ConflictingCallError   the same call id came twice with different content
+    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped or cleared
+    │   ├── StaleSnapshotError     drop() named a version that is no longer current
+    │   ├── CorruptLogError        a log fails its checksum in the middle
+    │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
+    ├── RequestError               the client's fault
+    │   ├── InvalidRequestError    malformed or unsupported: names the parameter
+    │   ├── ContextLengthError     the prompt does not fit the model's context
+    │   ├── UnknownModelError      a model this graph does not serve, on an untracked route
+    │   ├── InvalidRolloutIdError  an id outside the allowed alphabet or length
+    │   └── AuthenticationError    a missing or wrong token
+    ├── EngineError                the engine failed
+    │   ├── EngineOverloadedError  retryable: no capacity now
+    │   └── EngineDeadError        retryable on another replica
+    └── ConfigError                a configuration that cannot work: says which key and what to do
+"""
+
+from __future__ import annotations
+
+
+class GymCaptureError(Exception):
+    """Base of the tree. `message` is for a person; ids are for finding the record."""
+
+    retryable: bool = False
+
+    def __init__(self, message: str, *, rollout_id: str | None = None, call_id: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.rollout_id = rollout_id
+        self.call_id = call_id
+
+    def __str__(self) -> str:
+        where = [f"rollout {self.rollout_id}"] if self.rollout_id else []
+        where += [f"call {self.call_id}"] if self.call_id else []
+        return f"{self.message} ({', '.join(where)})" if where else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def _rebuild(cls: type[GymCaptureError], message: str, state: dict[str, object]) -> GymCaptureError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class RecordError(GymCaptureError):
+    """A record is malformed. `field` names what is wrong with it."""
+
+    def __init__(self, message: str, *, field: str, rollout_id: str | None = None, call_id: str | None = None) -> None:
+        super().__init__(message, rollout_id=rollout_id, call_id=call_id)
+        self.field = field
+
+
+class SchemaVersionError(RecordError):
+    """A record was written by a newer version than this one reads."""
+
+
+class StoreError(GymCaptureError):
+    """State could not be read or written."""
+
+
+class ConflictingCallError(StoreError):
+    """The same call id arrived twice with different content; the first stays, the rollout is masked."""
+
+
+class RetiredRolloutError(StoreError):
+    """A write belongs to an attempt that was dropped or cleared."""
+
+
+class StaleSnapshotError(StoreError):
+    """`drop` named a snapshot that later writes have superseded: freeze again, consume, drop that one."""
+
+
+class CorruptLogError(StoreError):
+    """A log fails its checksum in the middle, or has a header this version does not read."""
+
+
+class StoreUnavailableError(StoreError):
+    """The store, or the actor that hosts it, cannot answer now."""
+
+    retryable = True
+
+
+class RequestError(GymCaptureError):
+    """The request is at fault."""
+
+
+class InvalidRequestError(RequestError):
+    """Malformed or unsupported. `param` names the part of the request at fault, dotted."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        rollout_id: str | None = None,
+        call_id: str | None = None,
+    ) -> None:
+        super().__init__(message, rollout_id=rollout_id, call_id=call_id)
+        self.param = param
+
+
+class ContextLengthError(RequestError):
+    """The prompt does not fit the model's context."""
+
+
+class UnknownModelError(RequestError):
+    """A model this graph does not serve."""
+
+
+class InvalidRolloutIdError(RequestError):
+    """A rollout id outside `[A-Za-z0-9_.-]{1,128}`, or `.` or `..`."""
+
+
+class AuthenticationError(RequestError):
+    """A token is missing (`forbidden` is False) or belongs to something else (`forbidden` is True)."""
+
+    def __init__(self, message: str, *, forbidden: bool = False, rollout_id: str | None = None) -> None:
+        super().__init__(message, rollout_id=rollout_id)
+        self.forbidden = forbidden
+
+
+class EngineError(GymCaptureError):
+    """The engine failed on this call."""
+
+
+class EngineOverloadedError(EngineError):
+    """No capacity now; `retry_after_s` is a hint for the client."""
+
+    retryable = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0, rollout_id: str | None = None) -> None:
+        super().__init__(message, rollout_id=rollout_id)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone; another replica may serve the call."""
+
+    retryable = True
+
+
+class ConfigError(GymCaptureError):
+    """A configuration that cannot work."""
