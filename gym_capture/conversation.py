@@ -10,8 +10,9 @@ fingerprints of a growing history cheap.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 
 class Message(NamedTuple):
@@ -56,6 +57,14 @@ class Tool(NamedTuple):
     description: str
     parameters_json: str
     """JSON schema of the arguments, as canonical JSON text (sorted keys, no spaces)."""
+
+    def as_openai(self) -> dict[str, Any]:
+        """The tool as OpenAI Chat spells it, which is also what chat templates read."""
+        function: dict[str, Any] = {"name": self.name}
+        if self.description:
+            function["description"] = self.description
+        function["parameters"] = json.loads(self.parameters_json)
+        return {"type": "function", "function": function}
 
 
 class Conversation(NamedTuple):

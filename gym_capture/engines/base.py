@@ -1,0 +1,100 @@
+"""The engine seam: ids in, ids out, and text for the client.
+
+Invariant: `GenerationChunk.token_ids` and `log_probs` are what the engine sampled, in order and complete: the
+concatenation over a generation is what was generated. Text is for clients and never feeds back into ids.
+
+An engine also parses its own model's output (`OutputParser`), since the format belongs to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy.typing as npt
+
+from gym_capture.calls import ModelRequest, ReplyEvent, TokenLogProb
+from gym_capture.records import IdArray, LogProbArray, WeightSpan
+from gym_capture.template import ChatTemplate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What is served."""
+
+    name: str
+    """The name that clients use."""
+    max_model_len: int
+    """Longest prompt + generation, in ids."""
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GenerationChunk:
+    """What an engine has produced since the chunk before. G: new ids."""
+
+    token_ids: IdArray
+    """int32 [G]."""
+    log_probs: LogProbArray
+    """float32 [G]."""
+    text: str
+    """New text; whole characters only."""
+    prompt_token_ids: IdArray | None = None
+    """int32 [P], the prompt as the engine ran it; on the first chunk. None if the engine does not say."""
+    cached_tokens: int = 0
+    """How many prompt ids came out of the prefix cache; on the last chunk."""
+    finish_reason: str | None = None
+    """stop | length | abort | error, on the last chunk."""
+    stop_reason: str | None = None
+    weight_versions: tuple[WeightSpan, ...] = ()
+    """On the last chunk, over all generated ids."""
+    shown_log_probs: tuple[TokenLogProb, ...] | None = None
+    """For a client that asked; aligned with `token_ids`."""
+    routed_experts: npt.NDArray[Any] | None = None
+    sampling_mask: npt.NDArray[Any] | None = None
+
+
+class OutputParser(Protocol):
+    """Turns one generation's text into reply events. One object per generation."""
+
+    def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
+        """Events that `chunk` makes certain. The last chunk (with a finish reason) flushes what was held back."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Generation:
+    """One generation under way: iterate `chunks` to the end, or `aclose()` it to abort."""
+
+    chunks: AsyncIterator[GenerationChunk]
+    parser: OutputParser
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    """The sampling parameters in force, for the record."""
+
+
+class Engine(Protocol):
+    """One policy replica."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    @property
+    def template(self) -> ChatTemplate: ...
+
+    def generate(
+        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+    ) -> Generation:
+        """Starts generating from exactly `prompt_ids`.
+
+        `request.sampling` is taken as already pinned. Raises `InvalidRequestError` for parameters that the engine
+        refuses; while iterating, `EngineDeadError` or another `EngineError`. Closing the iterator aborts the
+        generation and frees its slot.
+        """
+        ...
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError` if the engine cannot serve."""
+        ...
+
+    async def close(self) -> None: ...
