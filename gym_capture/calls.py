@@ -55,17 +55,17 @@ class ReasoningDelta(NamedTuple):
 
 
 class ToolCallStart(NamedTuple):
-    """The `index`-th tool call of the turn begins."""
+    """The tool call at `position` in the turn begins."""
 
-    index: int
+    position: int
     id: str
     name: str
 
 
 class ToolCallDelta(NamedTuple):
-    """More of the `index`-th tool call's argument text."""
+    """More of the argument text of the tool call at `position`."""
 
-    index: int
+    position: int
     arguments: str
 
 
@@ -115,14 +115,14 @@ class TurnBuilder:
                 self._text.append(text)
             case ReasoningDelta(text):
                 self._reasoning.append(text)
-            case ToolCallStart(index, id, name):
-                if index != len(self._calls):
-                    raise ValueError(f"tool call {index} starts after {len(self._calls)} calls")
+            case ToolCallStart(position, id, name):
+                if position != len(self._calls):
+                    raise ValueError(f"tool call {position} starts after {len(self._calls)} calls")
                 self._calls.append((id, name, []))
-            case ToolCallDelta(index, arguments):
-                if index >= len(self._calls):
-                    raise ValueError(f"arguments of tool call {index}, which has not started")
-                self._calls[index][2].append(arguments)
+            case ToolCallDelta(position, arguments):
+                if position >= len(self._calls):
+                    raise ValueError(f"arguments of tool call {position}, which has not started")
+                self._calls[position][2].append(arguments)
 
     def turn(self) -> AssistantTurn:
         return AssistantTurn(

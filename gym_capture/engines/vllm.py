@@ -133,7 +133,7 @@ class VllmEngine:
         try:
             if parser is not None:
                 # Forced tool choice becomes structured output here, and parsers ask for the special tokens they read.
-                chat = parser.adjust_request(chat)  # type: ignore[assignment]
+                chat = parser.adjust_request(chat)
             params = chat.to_sampling_params(max_tokens, self._default_sampling)
             params.logprobs = request.top_logprobs or 0
             params.detokenize = True

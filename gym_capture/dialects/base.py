@@ -1,0 +1,120 @@
+"""The dialect seam: one wire API, parsed into `ModelRequest` and spoken back.
+
+Invariant: a dialect is pure. It never sees a token id, and whatever a client sends ends as a `ModelRequest` or as an
+`InvalidRequestError` that names the parameter.
+
+Flow: `parse(body)` -> the graph generates -> `reply(...)` for a whole body, or a `StreamEncoder`: `start`, `events`...,
+then exactly one of `finish` (after the record is durable) or `error`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import orjson
+
+from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
+from gym_capture.errors import InvalidRequestError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiError:
+    """A classified error, before a dialect gives it its shape."""
+
+    status: int
+    kind: str
+    """invalid_request | context_length | not_found | authentication | permission | conflict | overloaded | internal"""
+    message: str
+    param: str | None = None
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyIdentity:
+    """What the reply says of itself."""
+
+    call_id: str
+    model: str
+    """The name that the client asked for: clients compare it."""
+    created: int
+    """Unix seconds."""
+
+
+class StreamEncoder(Protocol):
+    """Encodes one reply as server-sent events."""
+
+    def start(self) -> bytes: ...
+
+    def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
+        """Bytes of what is new; may be empty."""
+        ...
+
+    def finish(self, reply: ModelReply) -> bytes:
+        """The terminal events. Sent only after the record of the call is durable."""
+        ...
+
+    def error(self, error: ApiError) -> bytes:
+        """A terminal error: the client must not mistake it for a finished reply."""
+        ...
+
+
+class Dialect(Protocol):
+    """One wire API."""
+
+    def parse(self, body: bytes) -> ModelRequest:
+        """Raises `InvalidRequestError`."""
+        ...
+
+    def reply(self, identity: ReplyIdentity, reply: ModelReply) -> bytes: ...
+
+    def stream(self, request: ModelRequest, identity: ReplyIdentity) -> StreamEncoder: ...
+
+    def error(self, error: ApiError) -> bytes: ...
+
+
+def parse_object(body: bytes) -> Mapping[str, Any]:
+    """The JSON object in `body`. Raises `InvalidRequestError`.
+
+    JavaScript clients that cut a string inside an emoji send a lone surrogate; those become U+FFFD here, since
+    neither UTF-8 nor a tokenizer can hold them.
+    """
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        try:
+            value = _without_surrogates(json.loads(body))
+        except (ValueError, RecursionError):
+            raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"the request body must be a JSON object, not {json_type(value)}")
+    return value
+
+
+def json_type(value: object) -> str:
+    """The name of a value's type as a JSON person would say it."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "a boolean"
+        case int() | float():
+            return "a number"
+        case str():
+            return "a string"
+        case list():
+            return "an array"
+        case _:
+            return "an object"
+
+
+def _without_surrogates(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, list):
+        return [_without_surrogates(item) for item in value]
+    if isinstance(value, dict):
+        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+    return value

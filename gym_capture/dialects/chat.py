@@ -1,0 +1,322 @@
+"""OpenAI Chat Completions.
+
+Invariant: fields that this graph does not know are ignored, never an error: harnesses send new ones every month. Fields
+that name token ids or a prefix are among them, so a client cannot choose what the policy sees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import orjson
+
+from gym_capture.calls import (
+    ModelReply,
+    ModelRequest,
+    NamedToolChoice,
+    ReasoningDelta,
+    ReplyEvent,
+    TextDelta,
+    TokenLogProb,
+    ToolCallDelta,
+    ToolCallStart,
+    ToolChoice,
+    Usage,
+)
+from gym_capture.conversation import (
+    AssistantTurn,
+    Conversation,
+    Item,
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    merge_assistant_turns,
+)
+from gym_capture.dialects import fields
+from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
+from gym_capture.errors import InvalidRequestError
+
+_ERROR_TYPES: Final = {
+    "invalid_request": ("invalid_request_error", None),
+    "context_length": ("invalid_request_error", "context_length_exceeded"),
+    "not_found": ("invalid_request_error", "model_not_found"),
+    "authentication": ("authentication_error", "invalid_api_key"),
+    "permission": ("permission_error", None),
+    "conflict": ("invalid_request_error", "conflict"),
+    "overloaded": ("overloaded_error", "overloaded"),
+    "internal": ("server_error", None),
+}
+
+
+class ChatDialect:
+    """`POST /v1/chat/completions`."""
+
+    def parse(self, body: bytes) -> ModelRequest:
+        data = parse_object(body)
+        if fields.integer(data, "n", minimum=1) not in (None, 1):
+            raise InvalidRequestError("n must be 1: each captured call is one generation", param="n")
+        stream = bool(fields.boolean(data, "stream"))
+        options = data.get("stream_options")
+        tools = _tools(data)
+        top_logprobs = None
+        if fields.boolean(data, "logprobs"):
+            top_logprobs = fields.integer(data, "top_logprobs", minimum=0) or 0
+        max_tokens = fields.integer(data, "max_completion_tokens", minimum=1)
+        if max_tokens is None:
+            max_tokens = fields.integer(data, "max_tokens", minimum=1)
+        response_format = data.get("response_format")
+        if response_format is not None:
+            fields.mapping(response_format, "response_format")
+        return ModelRequest(
+            requested_model=fields.required_string(data, "model"),
+            conversation=Conversation(items=_items(data), tools=tools),
+            sampling=fields.sampling(data),
+            max_tokens=max_tokens,
+            tool_choice=_tool_choice(data.get("tool_choice"), tools),
+            parallel_tool_calls=fields.boolean(data, "parallel_tool_calls"),
+            response_format=response_format,
+            top_logprobs=top_logprobs,
+            stream=stream,
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+        )
+
+    def reply(self, identity: ReplyIdentity, reply: ModelReply) -> bytes:
+        turn = reply.turn
+        content = None if turn.tool_calls and not turn.text else turn.text
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if turn.reasoning:
+            message["reasoning_content"] = turn.reasoning
+        if turn.tool_calls:
+            message["tool_calls"] = [
+                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in turn.tool_calls
+            ]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": None if reply.log_probs is None else {"content": [_log_prob(p) for p in reply.log_probs]},
+            "finish_reason": reply.finish_reason,
+        }
+        return orjson.dumps(
+            {
+                "id": identity.call_id,
+                "object": "chat.completion",
+                "created": identity.created,
+                "model": identity.model,
+                "choices": [choice],
+                "usage": _usage(reply.usage),
+            }
+        )
+
+    def stream(self, request: ModelRequest, identity: ReplyIdentity) -> StreamEncoder:
+        return _ChatStream(identity, include_usage=request.include_usage)
+
+    def error(self, error: ApiError) -> bytes:
+        return orjson.dumps(_error(error))
+
+
+class _ChatStream:
+    """Chunks are assembled from a prefix encoded once: one JSON string is all that a text delta costs."""
+
+    def __init__(self, identity: ReplyIdentity, *, include_usage: bool) -> None:
+        head = {
+            "id": identity.call_id,
+            "object": "chat.completion.chunk",
+            "created": identity.created,
+            "model": identity.model,
+        }
+        self._prefix = b"data: " + orjson.dumps(head)[:-1]
+        self._include_usage = include_usage
+
+    def start(self) -> bytes:
+        return self._chunk(b'{"role":"assistant","content":""}')
+
+    def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
+        shown = b"null"
+        if log_probs is not None:
+            shown = orjson.dumps({"content": [_log_prob(p) for p in log_probs]})
+            if not events:
+                return self._chunk(b"{}", log_probs=shown)
+        out: list[bytes] = []
+        for event in events:
+            out.append(self._chunk(_delta(event), log_probs=shown))
+            shown = b"null"
+        return b"".join(out)
+
+    def finish(self, reply: ModelReply) -> bytes:
+        out = self._chunk(b"{}", finish=orjson.dumps(reply.finish_reason))
+        if self._include_usage:
+            out += self._prefix + b',"choices":[],"usage":' + orjson.dumps(_usage(reply.usage)) + b"}\n\n"
+        return out + b"data: [DONE]\n\n"
+
+    def error(self, error: ApiError) -> bytes:
+        return b"data: " + orjson.dumps(_error(error)) + b"\n\n"
+
+    def _chunk(self, delta: bytes, *, log_probs: bytes = b"null", finish: bytes = b"null") -> bytes:
+        return b'%b,"choices":[{"index":0,"delta":%b,"logprobs":%b,"finish_reason":%b}]}\n\n' % (
+            self._prefix,
+            delta,
+            log_probs,
+            finish,
+        )
+
+
+def _delta(event: ReplyEvent) -> bytes:
+    match event:
+        case TextDelta(text):
+            return b'{"content":%b}' % orjson.dumps(text)
+        case ReasoningDelta(text):
+            return b'{"reasoning_content":%b}' % orjson.dumps(text)
+        case ToolCallStart(index, id, name):
+            start = {"index": index, "id": id, "type": "function", "function": {"name": name, "arguments": ""}}
+            return orjson.dumps({"tool_calls": [start]})
+        case ToolCallDelta(index, arguments):
+            return orjson.dumps({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
+
+
+def _log_prob(shown: TokenLogProb) -> dict[str, Any]:
+    def one(token: str, log_prob: float) -> dict[str, Any]:
+        # JSON has no -inf; OpenAI uses -9999 for "as good as impossible".
+        return {"token": token, "logprob": max(log_prob, -9999.0), "bytes": list(token.encode())}
+
+    return {**one(shown.token, shown.log_prob), "top_logprobs": [one(*top) for top in shown.top]}
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+def _error(error: ApiError) -> dict[str, Any]:
+    kind, code = _ERROR_TYPES[error.kind]
+    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+
+
+# --- parsing ------------------------------------------------------------------------------------------------------
+
+
+def _items(data: Mapping[str, Any]) -> tuple[Item, ...]:
+    if "messages" not in data:
+        raise InvalidRequestError("messages is missing", param="messages")
+    messages = fields.array(data["messages"], "messages")
+    if not messages:
+        raise InvalidRequestError("messages must not be empty", param="messages")
+    return merge_assistant_turns(_item(message, f"messages.{index}") for index, message in enumerate(messages))
+
+
+def _item(value: object, at: str) -> Item:
+    message = fields.mapping(value, at)
+    role = fields.required_string(message, "role", at=f"{at}.")
+    if role in ("system", "developer", "user"):
+        return Message(role, _text(message.get("content"), f"{at}.content"))
+    if role == "assistant":
+        reasoning = message.get("reasoning_content") or message.get("reasoning")
+        return AssistantTurn(
+            text=_text(message.get("content"), f"{at}.content", optional=True),
+            tool_calls=_tool_calls(message.get("tool_calls"), f"{at}.tool_calls"),
+            reasoning=reasoning if isinstance(reasoning, str) else "",
+        )
+    if role == "tool":
+        call_id = fields.required_string(message, "tool_call_id", at=f"{at}.")
+        return ToolResult(call_id, _text(message.get("content"), f"{at}.content", optional=True))
+    raise InvalidRequestError(
+        f"{at}.role must be system, developer, user, assistant or tool: got {role[:40]!r}", param=f"{at}.role"
+    )
+
+
+def _text(content: object, at: str, *, optional: bool = False) -> str:
+    """A string, or the texts of its parts."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if optional:
+            return ""
+        raise InvalidRequestError(f"{at} is missing", param=at)
+    texts: list[str] = []
+    for index, value in enumerate(fields.array(content, at)):
+        part = fields.mapping(value, f"{at}.{index}")
+        kind = part.get("type", "text")
+        if kind in ("text", "input_text", "output_text", "refusal"):
+            text = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(text, str):
+                raise fields.wrong_type(f"{at}.{index}.text", "a string", text)
+            texts.append(text)
+        else:
+            raise InvalidRequestError(
+                f"{at}.{index}: content of type {str(kind)[:40]!r} is not supported: this model takes text only",
+                param=f"{at}.{index}.type",
+            )
+    return "".join(texts)
+
+
+def _tool_calls(value: object, at: str) -> tuple[ToolCall, ...]:
+    if value is None:
+        return ()
+    calls: list[ToolCall] = []
+    for index, item in enumerate(fields.array(value, at)):
+        call = fields.mapping(item, f"{at}.{index}")
+        function = fields.mapping(call.get("function"), f"{at}.{index}.function")
+        arguments = function.get("arguments")
+        if isinstance(arguments, dict):
+            arguments = orjson.dumps(arguments).decode()
+        elif arguments is not None and not isinstance(arguments, str):
+            raise fields.wrong_type(f"{at}.{index}.function.arguments", "a string", arguments)
+        calls.append(
+            ToolCall(
+                id=fields.string(call, "id", at=f"{at}.{index}.") or "",
+                name=fields.required_string(function, "name", at=f"{at}.{index}.function."),
+                arguments=arguments or "",
+            )
+        )
+    return tuple(calls)
+
+
+def _tools(data: Mapping[str, Any]) -> tuple[Tool, ...]:
+    value = data.get("tools")
+    if value is None:
+        return ()
+    found: list[Tool] = []
+    for index, item in enumerate(fields.array(value, "tools")):
+        at = f"tools.{index}"
+        entry = fields.mapping(item, at)
+        kind = entry.get("type", "function")
+        if kind != "function":
+            raise InvalidRequestError(f"{at}.type must be 'function': got {str(kind)[:40]!r}", param=f"{at}.type")
+        function = fields.mapping(entry.get("function"), f"{at}.function")
+        found.append(
+            fields.tool(
+                fields.required_string(function, "name", at=f"{at}.function."),
+                fields.string(function, "description", at=f"{at}.function."),
+                function.get("parameters"),
+                f"{at}.function",
+            )
+        )
+    return tuple(found)
+
+
+def _tool_choice(value: object, tools: tuple[Tool, ...]) -> ToolChoice:
+    if value is None or value == "auto":
+        return "auto"
+    if value == "none":
+        return "none"
+    if not tools:
+        raise InvalidRequestError("tool_choice needs tools to choose from", param="tool_choice")
+    if value == "required":
+        return "required"
+    if isinstance(value, dict):
+        name = fields.required_string(
+            fields.mapping(value.get("function"), "tool_choice.function"), "name", at="tool_choice.function."
+        )
+        if name not in {tool.name for tool in tools}:
+            raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is not among tools", param="tool_choice")
+        return NamedToolChoice(name)
+    raise InvalidRequestError(
+        "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
+        param="tool_choice",
+    )

@@ -1,0 +1,117 @@
+"""Reading single fields of a request body, with errors that name them. Shared by the dialects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gym_capture.conversation import Tool
+from gym_capture.dialects.base import json_type
+from gym_capture.errors import InvalidRequestError
+
+
+def wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
+    return InvalidRequestError(f"{param} must be {expected}, not {json_type(value)}", param=param)
+
+
+def string(body: Mapping[str, Any], key: str, *, at: str = "", required: bool = False) -> str | None:
+    value = body.get(key)
+    if value is None:
+        if required:
+            raise InvalidRequestError(f"{at}{key} is missing", param=at + key)
+        return None
+    if not isinstance(value, str):
+        raise wrong_type(at + key, "a string", value)
+    return value
+
+
+def required_string(body: Mapping[str, Any], key: str, *, at: str = "") -> str:
+    value = string(body, key, at=at, required=True)
+    assert value is not None
+    return value
+
+
+def integer(body: Mapping[str, Any], key: str, *, minimum: int | None = None) -> int | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong_type(key, "an integer", value)
+    if minimum is not None and value < minimum:
+        raise InvalidRequestError(f"{key} must be at least {minimum}: got {value}", param=key)
+    return value
+
+
+def boolean(body: Mapping[str, Any], key: str) -> bool | None:
+    value = body.get(key)
+    if value is not None and not isinstance(value, bool):
+        raise wrong_type(key, "a boolean", value)
+    return value
+
+
+def number(body: Mapping[str, Any], key: str) -> float | None:
+    value = body.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise wrong_type(key, "a number", value)
+    return float(value)
+
+
+def mapping(value: object, param: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise wrong_type(param, "an object", value)
+    return value
+
+
+def array(value: object, param: str) -> Sequence[Any]:
+    if not isinstance(value, list):
+        raise wrong_type(param, "an array", value)
+    return value
+
+
+def tool(name: str, description: str | None, parameters: object, param: str) -> Tool:
+    """A function tool. Missing parameters mean: no arguments."""
+    if parameters is not None and not isinstance(parameters, dict):
+        raise wrong_type(f"{param}.parameters", "an object", parameters)
+    schema = parameters or {"type": "object", "properties": {}}
+    return Tool(
+        name=name,
+        description=description or "",
+        parameters_json=json.dumps(schema, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
+    )
+
+
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+INTEGERS = ("top_k", "seed", "min_tokens")
+
+
+def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling parameters that OpenAI-style bodies carry, type-checked; ranges are the engine's to judge."""
+    found: dict[str, Any] = {}
+    for key in NUMBERS:
+        if (value := number(body, key)) is not None:
+            found[key] = value
+    for key in INTEGERS:
+        if (whole := integer(body, key)) is not None:
+            found[key] = whole
+    stop = body.get("stop")
+    if isinstance(stop, str):
+        stop = [stop]
+    if stop is not None:
+        for index, item in enumerate(array(stop, "stop")):
+            if not isinstance(item, str):
+                raise wrong_type(f"stop.{index}", "a string", item)
+        if stop:
+            found["stop"] = list(stop)
+    bias = body.get("logit_bias")
+    if bias is not None:
+        for key, value in mapping(bias, "logit_bias").items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise wrong_type(f"logit_bias.{key}", "a number", value)
+        if bias:
+            found["logit_bias"] = dict(bias)
+    return found
