@@ -1,0 +1,103 @@
+"""`gym-capture`: the command line's root.
+
+Invariant: only the module of the command that runs is imported, and whatever ends a command - an error, Ctrl-C,
+SIGTERM - unwinds through its `finally` blocks, so that nothing it started stays behind.
+
+Flow: `main` finds the command's name among the arguments -> imports that one module (the others are listed by the
+summary in `COMMANDS`) -> runs it -> turns the outcome into an exit code:
+
+    0  done            1  the command ran, and what it checked did not hold
+    2  a wrong command line, configuration or environment: one line on stderr says what
+    130 / 143  interrupted by Ctrl-C / terminated
+"""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import NamedTuple
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from gym_capture.errors import GymCaptureError
+
+
+class Command(NamedTuple):
+    """A subcommand, known by its summary until it runs."""
+
+    name: str
+    module: str
+    summary: str
+    is_group: bool = False
+    """The module has a `typer.Typer` named `app` instead of a function named `command`."""
+
+
+COMMANDS: tuple[Command, ...] = (
+    # Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
+    # Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
+    Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The entry point of the `gym-capture` script. Always ends in `SystemExit`."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    terminated = _terminate_like_an_interrupt()
+    try:
+        build_app(arguments)(args=list(arguments), prog_name="gym-capture")
+    except GymCaptureError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}")
+        sys.exit(2)
+    except SystemExit as stop:
+        raise SystemExit(143 if terminated() and stop.code == 130 else stop.code) from None
+
+
+def build_app(arguments: Sequence[str]) -> typer.Typer:
+    """The whole command line, with the module of the command that `arguments` name imported and no other."""
+    app = typer.Typer(
+        help="Exact token capture for distributed agent rollouts: serve, roll out, build trajectories, train.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+    )
+    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
+    app.callback()(_root)
+    for command in COMMANDS:
+        if command.name != chosen:
+            app.command(command.name, help=command.summary)(_listed_only)
+            continue
+        module = importlib.import_module(f"gym_capture.commands.{command.module}")
+        if command.is_group:
+            app.add_typer(module.app, name=command.name, help=command.summary)
+        else:
+            app.command(command.name)(module.command)
+    return app
+
+
+def _root() -> None:
+    """With a callback the root is a group even when it has one command."""
+
+
+def _listed_only() -> None:
+    """Stands for a command in the listing; the one that runs is never a stand-in."""
+
+
+def _terminate_like_an_interrupt() -> Callable[[], bool]:
+    """Makes SIGTERM unwind like Ctrl-C, also inside an event loop. Returns whether it has come."""
+    received: list[int] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.raise_signal(signal.SIGINT)
+
+    signal.signal(signal.SIGTERM, handler)
+    return lambda: bool(received)
+
+
+if __name__ == "__main__":
+    main()
