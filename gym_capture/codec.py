@@ -1,0 +1,428 @@
+"""A record as bytes: what producers ship and stores keep.
+
+Invariant: `decode_entry(encode_entry(entry))` has every field of `entry`, bit for bit, whatever text a model wrote
+into it; a delta stays a delta. Bytes that are damaged, or that a newer version wrote, raise - they never decode to
+part of a record.
+
+Flow: the producer encodes an entry once -> a store reads only what `peek_entry` needs and keeps the bytes as they
+are -> whoever builds trajectories decodes.
+
+Layout, all integers little-endian:
+
+    offset  size  content
+    0       4     magic "GCEN"
+    4       2     codec version
+    6       2     zero
+    8       4     H, bytes of the header
+    12      4     C, bytes of the content
+    16      8     created_at, float64 (in front of the digest, so that a retried put is the same record)
+    24      16    payload digest: the first half of SHA-256 over everything that follows
+    40      H     header: a JSON object, padded with spaces so that the arrays are aligned to 8 bytes
+    40+H    C     content: the output items, a JSON array, padded likewise
+    40+H+C        the arrays that the header's "arrays" lists as [name, dtype, shape], each padded to 8 bytes
+
+Text is written as UTF-8 that lets lone surrogates pass: a model can generate half an emoji, a client can send one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.records import (
+    CallIntent,
+    Continues,
+    Parent,
+    RecordProblem,
+    Root,
+    Snapshot,
+    TokenEntry,
+    Unresolved,
+    WeightSpan,
+)
+
+CODEC_VERSION: Final = 1
+
+_MAGIC: Final = b"GCEN"
+_PREFIX: Final = struct.Struct("<4sHHIId16s")
+_SNAPSHOT_MAGIC: Final = b"GCES"
+_SNAPSHOT_PREFIX: Final = struct.Struct("<4sHHII")
+_DIGEST_BYTES: Final = 16
+_ALIGNMENT: Final = 8
+_LIMIT_BYTES: Final = 1 << 31
+
+_ARRAYS: Final = frozenset(
+    ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts", "sampling_mask")
+)
+_PLAIN_KINDS: Final = "biuf"
+"""numpy's kinds for booleans, integers and floats: what raw bytes plus a dtype describe completely."""
+
+# Closed lists: a field of another name comes from a newer version.
+_HEADER_FIELDS: Final = frozenset(
+    (
+        *("rollout_id", "model_call_id", "model", "requested_model", "has_tools"),
+        # left out at their default
+        *("prompt_offset", "token_item_index", "turn_key", "digest", "finish_reason", "stop_reason", "delivered"),
+        *("prefix_requested", "prefix_supplied", "max_tokens"),
+        # structured; left out when empty
+        *("parent", "weight_versions", "sampling", "normalized"),
+        "arrays",
+    )
+)
+_SNAPSHOT_FIELDS: Final = frozenset(("rollout_id", "snapshot_id", "version", "incomplete", "problems", "entry_sizes"))
+_INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest"))
+
+# The standard library's encoder and not orjson: it keeps what orjson refuses (lone surrogates, integers over 64
+# bits) and what orjson would silently write as null (infinities).
+_to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
+_from_json: Final = json.JSONDecoder().decode
+
+
+class EntryKey(NamedTuple):
+    """What a store needs of an encoded entry."""
+
+    rollout_id: str
+    call_id: str
+    payload_digest: bytes
+    """Equal for equal content, `created_at` aside: tells a retried put from a conflicting one."""
+
+
+# --- entries -----------------------------------------------------------------------------------------------------
+
+
+def encode_entry(entry: TokenEntry) -> bytes:
+    """The bytes of an entry. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
+    arrays: list[list[object]] = []
+    blobs: list[bytes] = []
+    for name, dtype, array in (
+        ("prompt_token_ids", "<i4", entry.prompt_token_ids),
+        ("generation_token_ids", "<i4", entry.generation_token_ids),
+        ("generation_log_probs", "<f4", entry.generation_log_probs),
+        ("routed_experts", None, entry.routed_experts),
+        ("sampling_mask", None, entry.sampling_mask),
+    ):
+        if array is None:
+            continue
+        if dtype is None:
+            if array.dtype.kind not in _PLAIN_KINDS:
+                raise _error(entry, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
+            dtype = array.dtype.newbyteorder("<").str
+        arrays.append([name, dtype, list(array.shape)])
+        blobs.append(_padded(np.ascontiguousarray(array, dtype=dtype).tobytes(), b"\0"))
+
+    header: dict[str, object] = {
+        "rollout_id": entry.rollout_id,
+        "model_call_id": entry.model_call_id,
+        "model": entry.model,
+        "requested_model": entry.requested_model,
+        "has_tools": entry.has_tools,
+    }
+    if entry.prompt_offset:
+        header["prompt_offset"] = entry.prompt_offset
+    if entry.token_item_index is not None:
+        header["token_item_index"] = entry.token_item_index
+    if entry.turn_key is not None:
+        header["turn_key"] = entry.turn_key
+    if entry.digest is not None:
+        header["digest"] = entry.digest
+    if entry.finish_reason is not None:
+        header["finish_reason"] = entry.finish_reason
+    if entry.stop_reason is not None:
+        header["stop_reason"] = entry.stop_reason
+    if entry.delivered is not None:
+        header["delivered"] = entry.delivered
+    if entry.prefix_requested:
+        header["prefix_requested"] = True
+    if entry.prefix_supplied:
+        header["prefix_supplied"] = True
+    if entry.max_tokens is not None:
+        header["max_tokens"] = entry.max_tokens
+    if entry.parent is not None:
+        header["parent"] = _parent_to_json(entry.parent)
+    if entry.weight_versions:
+        header["weight_versions"] = [[span.start, span.end, span.version] for span in entry.weight_versions]
+    if entry.sampling:
+        header["sampling"] = dict(entry.sampling)
+    if entry.normalized:
+        header["normalized"] = entry.normalized
+    header["arrays"] = arrays
+
+    header_bytes = _padded(_json_bytes(entry, "sampling", header), b" ")
+    content_bytes = _padded(_json_bytes(entry, "output_items", [dict(item) for item in entry.output_items]), b" ")
+    body = b"".join((header_bytes, content_bytes, *blobs))
+    if len(body) >= _LIMIT_BYTES:
+        raise _error(entry, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 2 GiB")
+    digest = hashlib.sha256(body).digest()[:_DIGEST_BYTES]
+    prefix = _PREFIX.pack(
+        _MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes), float(entry.created_at), digest
+    )
+    return prefix + body
+
+
+def peek_entry(data: bytes) -> EntryKey:
+    """Which call the bytes are of, without decoding the rest. Raises `RecordError` if that cannot be read."""
+    header_len, _, _, digest = _read_prefix(data)
+    header = _load_object(data[_PREFIX.size : _PREFIX.size + header_len], "header")
+    rollout_id, call_id = header.get("rollout_id"), header.get("model_call_id")
+    if not isinstance(rollout_id, str) or not isinstance(call_id, str):
+        raise RecordError("the header of an encoded entry must name its rollout and its call", field="header")
+    return EntryKey(rollout_id, call_id, digest)
+
+
+def decode_entry(data: bytes) -> TokenEntry:
+    """The entry; its arrays are views of `data`.
+
+    Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged or not well-formed.
+    """
+    header_len, content_len, created_at, digest = _read_prefix(data)
+    body = memoryview(data)[_PREFIX.size :]
+    if hashlib.sha256(body).digest()[:_DIGEST_BYTES] != digest:
+        raise RecordError("the digest of an encoded entry does not match its bytes: it was damaged", field="payload")
+    header = _load_object(bytes(body[:header_len]), "header")
+    _refuse_unknown(header.keys() - _HEADER_FIELDS, what="an encoded entry")
+    items = _load(bytes(body[header_len : header_len + content_len]), "output_items")
+    try:
+        arrays = _read_arrays(data, header.pop("arrays"), offset=_PREFIX.size + header_len + content_len)
+        parent = _parent_from_json(header.pop("parent", None))
+        spans = tuple(WeightSpan(start, end, version) for start, end, version in header.pop("weight_versions", ()))
+        normalized = tuple(header.pop("normalized", ()))
+        return TokenEntry(
+            prompt_token_ids=arrays["prompt_token_ids"],
+            generation_token_ids=arrays["generation_token_ids"],
+            generation_log_probs=arrays["generation_log_probs"],
+            routed_experts=arrays.get("routed_experts"),
+            sampling_mask=arrays.get("sampling_mask"),
+            parent=parent,
+            output_items=tuple(items),
+            weight_versions=spans,
+            normalized=normalized,
+            created_at=created_at,
+            **header,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise RecordError(f"an encoded entry is not well-formed: {error!r}", field="header") from error
+
+
+def _read_prefix(data: bytes) -> tuple[int, int, float, bytes]:
+    """Lengths of header and content, `created_at`, payload digest."""
+    if len(data) < _PREFIX.size or data[:4] != _MAGIC:
+        raise RecordError("these bytes are not an encoded entry", field="magic")
+    _, version, _, header_len, content_len, created_at, digest = _PREFIX.unpack_from(data)
+    _check_version(version, what="an encoded entry")
+    if _PREFIX.size + header_len + content_len > len(data):
+        raise RecordError(
+            f"an encoded entry is cut short: got {len(data)} bytes, "
+            f"expected >= {_PREFIX.size + header_len + content_len}",
+            field="header",
+        )
+    return header_len, content_len, created_at, digest
+
+
+def _read_arrays(data: bytes, specs: list[list[Any]], *, offset: int) -> dict[str, npt.NDArray[Any]]:
+    arrays: dict[str, npt.NDArray[Any]] = {}
+    for name, dtype_name, shape in specs:
+        dtype = np.dtype(dtype_name)
+        if dtype.kind not in _PLAIN_KINDS:
+            raise ValueError(f"array {name} has dtype {dtype_name}")
+        if name not in _ARRAYS:
+            _refuse_unknown({name}, what="an encoded entry")
+        count = 1
+        for size in shape:
+            count *= size
+        array = np.frombuffer(data, dtype=dtype, count=count, offset=offset)
+        arrays[name] = array if len(shape) == 1 else array.reshape(shape)
+        offset += count * dtype.itemsize
+        offset += -offset % _ALIGNMENT
+    if offset != len(data):
+        raise ValueError(f"arrays end at byte {offset}, expected {len(data)}")
+    return arrays
+
+
+def _parent_to_json(parent: Parent) -> list[object]:
+    match parent:
+        case Root():
+            return ["root"]
+        case Continues(call_id, cum_len):
+            return ["continues", call_id, cum_len]
+        case Unresolved(reason):
+            return ["unresolved", reason]
+
+
+def _parent_from_json(value: list[Any] | None) -> Parent | None:
+    match value:
+        case None:
+            return None
+        case ["root"]:
+            return Root()
+        case ["continues", str(call_id), int(cum_len)]:
+            return Continues(call_id, cum_len)
+        case ["unresolved", str(reason)]:
+            return Unresolved(reason)
+        case _:
+            raise ValueError(f"parent must be root, continues or unresolved: got {value!r}")
+
+
+# --- intents -----------------------------------------------------------------------------------------------------
+
+
+def encode_intent(intent: CallIntent) -> bytes:
+    """The bytes of an intent: one JSON object."""
+    return _to_json(
+        {
+            "v": CODEC_VERSION,
+            "rollout_id": intent.rollout_id,
+            "model_call_id": intent.model_call_id,
+            "created_at": intent.created_at,
+            "request_digest": intent.request_digest,
+        }
+    ).encode("utf-8", "surrogatepass")
+
+
+def decode_intent(data: bytes) -> CallIntent:
+    """The intent. Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged."""
+    fields = _load_object(data, "intent")
+    _check_version(fields.get("v"), what="an encoded intent")
+    _refuse_unknown(fields.keys() - _INTENT_FIELDS, what="an encoded intent")
+    try:
+        return CallIntent(
+            rollout_id=fields["rollout_id"],
+            model_call_id=fields["model_call_id"],
+            created_at=fields["created_at"],
+            request_digest=fields["request_digest"],
+        )
+    except KeyError as error:
+        raise RecordError(f"an encoded intent lacks {error}", field=str(error.args[0])) from None
+
+
+# --- snapshots ---------------------------------------------------------------------------------------------------
+
+
+def encode_snapshot(snapshot: Snapshot) -> bytes:
+    """The bytes of a frozen rollout: its header, then its encoded entries. Raises `RecordError` as `encode_entry`."""
+    return join_snapshot(snapshot, [encode_entry(entry) for entry in snapshot.entries])
+
+
+def join_snapshot(snapshot: Snapshot, encoded_entries: Sequence[bytes]) -> bytes:
+    """The bytes of `snapshot` with the entries that are given encoded instead of its own.
+
+    For a store that keeps entries encoded: it ships a rollout without decoding it.
+    """
+    header = _padded(
+        _to_json(
+            {
+                "rollout_id": snapshot.rollout_id,
+                "snapshot_id": snapshot.snapshot_id,
+                "version": snapshot.version,
+                "incomplete": snapshot.incomplete,
+                "problems": [[p.reason, p.call_id, p.field, p.detail] for p in snapshot.problems],
+                "entry_sizes": [len(entry) for entry in encoded_entries],
+            }
+        ).encode("utf-8", "surrogatepass"),
+        b" ",
+    )
+    prefix = _SNAPSHOT_PREFIX.pack(_SNAPSHOT_MAGIC, CODEC_VERSION, 0, len(header), 0)
+    return b"".join((prefix, header, *encoded_entries))
+
+
+def decode_snapshot(data: bytes) -> Snapshot:
+    """The snapshot. An entry that is not well-formed becomes a `malformed_record` problem of it.
+
+    Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged as a whole.
+    """
+    if len(data) < _SNAPSHOT_PREFIX.size or data[:4] != _SNAPSHOT_MAGIC:
+        raise RecordError("these bytes are not an encoded snapshot", field="magic")
+    _, version, _, header_len, _ = _SNAPSHOT_PREFIX.unpack_from(data)
+    _check_version(version, what="an encoded snapshot")
+    offset = _SNAPSHOT_PREFIX.size + header_len
+    header = _load_object(data[_SNAPSHOT_PREFIX.size : offset], "header")
+    _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS, what="an encoded snapshot")
+    if header.keys() != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
+        raise RecordError("an encoded snapshot is cut short or damaged", field="header")
+    problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
+    entries: list[TokenEntry] = []
+    for size in header["entry_sizes"]:
+        entry = decode_or_problem(data[offset : offset + size])
+        if isinstance(entry, TokenEntry):
+            entries.append(entry)
+        else:
+            problems.append(entry)
+        offset += size
+    return Snapshot(
+        rollout_id=header["rollout_id"],
+        snapshot_id=header["snapshot_id"],
+        version=header["version"],
+        entries=tuple(entries),
+        incomplete=tuple(header["incomplete"]),
+        problems=tuple(problems),
+    )
+
+
+def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry | RecordProblem:
+    """The entry, or the problem `malformed_record` that masks its rollout. Only a newer version raises."""
+    try:
+        return decode_entry(data)
+    except SchemaVersionError:
+        raise
+    except RecordError as error:
+        return RecordProblem(
+            reason="malformed_record", call_id=call_id or error.call_id, field=error.field, detail=error.message
+        )
+
+
+# --- JSON --------------------------------------------------------------------------------------------------------
+
+
+def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
+    """`field` is the only part of `value` that can be something else than JSON."""
+    try:
+        return _to_json(value).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise _error(entry, field, f"must be JSON: {error}") from error
+
+
+def _load(data: bytes, field: str) -> Any:
+    try:
+        return _from_json(data.decode("utf-8", "surrogatepass"))
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{field} is not readable JSON: {error}", field=field) from error
+
+
+def _load_object(data: bytes, field: str) -> dict[str, Any]:
+    value = _load(data, field)
+    if not isinstance(value, dict):
+        raise RecordError(f"{field} must be a JSON object", field=field)
+    return value
+
+
+def _padded(data: bytes, fill: bytes) -> bytes:
+    missing = -len(data) % _ALIGNMENT
+    return data + fill * missing if missing else data
+
+
+def _check_version(version: object, *, what: str) -> None:
+    if version != CODEC_VERSION:
+        raise SchemaVersionError(
+            f"{what} has codec version {version}, this gym-capture reads {CODEC_VERSION}: "
+            "upgrade the side that reads it to the version that wrote it",
+            field="version",
+        )
+
+
+def _refuse_unknown(names: set[str], *, what: str) -> None:
+    if names:
+        raise SchemaVersionError(
+            f"{what} has fields that this gym-capture does not know: {', '.join(sorted(names))}. A newer version "
+            "wrote it: upgrade the side that reads it",
+            field=min(names),
+        )
+
+
+def _error(entry: TokenEntry, field: str, message: str) -> RecordError:
+    return RecordError(f"{field} {message}", field=field, rollout_id=entry.rollout_id, call_id=entry.model_call_id)
