@@ -1,0 +1,173 @@
+"""The harness seam, and a plain tool-calling loop over Chat Completions.
+
+Invariant: a harness is a client like any other. It sees text and tool calls, never token ids; it echoes each
+assistant message as it received it and keeps the tools the same for the whole conversation, which is all that the
+server needs to prove that one call continues another. What goes wrong with the model's side of a rollout comes back
+as a `Failed` value.
+
+Flow: opening messages -> model call -> the message is appended -> each of its tool calls is carried out, its text
+appended -> next model call ... -> an answer without tool calls ends it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias
+
+import openai
+from openai.types.chat import ChatCompletion, ChatCompletionMessage
+
+from gym_capture.errors import ConfigError
+from gym_capture.rollouts.environment import Environment, Observation
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where one rollout's model calls go: its own base URL, its own token."""
+
+    base_url: str
+    api_key: str = "unused"
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """The agent came to an end by itself or by its limit of calls."""
+
+    answer: str
+    n_calls: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An attempt that gave nothing to score."""
+
+    reason: str
+    """A name, e.g. `call_timeout`, `connection`, `server_error`, `refused`."""
+    detail: str
+    n_calls: int = 0
+    retryable: bool = True
+
+
+Outcome: TypeAlias = Completed | Failed
+
+
+class Harness(Protocol):
+    """An agent. One harness object runs many rollouts at the same time."""
+
+    async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolLoopOptions:
+    """How the loop asks."""
+
+    model: str = "policy"
+    max_calls: int = 3
+    forced_calls: int = 2
+    """For this many calls a tool call is required: a small model does not call tools by itself. The last call that
+    `max_calls` allows is asked for an answer instead."""
+    max_tokens: int = 48
+    temperature: float = 1.0
+    call_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.forced_calls < self.max_calls:
+            raise ConfigError(
+                f"forced_calls must be less than max_calls, which ends with an answer: "
+                f"got {self.forced_calls} of {self.max_calls}"
+            )
+
+
+class ToolLoop:
+    """The loop. `client` is shared by all rollouts; its own base URL is not used."""
+
+    def __init__(self, client: openai.AsyncOpenAI, options: ToolLoopOptions = ToolLoopOptions()) -> None:
+        self._client = client
+        self._options = options
+
+    async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
+        options = self._options
+        client = self._client.with_options(
+            base_url=endpoint.base_url, api_key=endpoint.api_key, timeout=options.call_timeout_s
+        )
+        messages = [dict(message) for message in observation.messages]
+        answer = ""
+        for call in range(options.max_calls):
+            forced = call < options.forced_calls
+            reply = await self._complete(client, messages, observation, self._tool_choice(call))
+            if isinstance(reply, openai.OpenAIError):
+                return _failed(reply, n_calls=call)
+            if not reply.choices:
+                return Failed("malformed_reply", "a completion without choices", n_calls=call)
+            message = reply.choices[0].message
+            messages.append(_echo(message))
+            answer = message.content or ""
+            tool_calls = message.tool_calls or []
+            if not tool_calls and not forced:
+                return Completed(answer, n_calls=call + 1)
+            if not tool_calls:
+                messages.append({"role": "user", "content": "That was not a tool call. Call one of the tools."})
+            for tool_call in tool_calls:
+                if tool_call.type == "function":
+                    text = await _carry_out(tool_call.function.name, tool_call.function.arguments, environment)
+                else:
+                    text = f"Error: a tool call of type {tool_call.type!r} cannot be carried out."
+                messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": text})
+        return Completed(answer, n_calls=options.max_calls)
+
+    def _tool_choice(self, call: int) -> Literal["required", "none", "auto"]:
+        if call < self._options.forced_calls:
+            return "required"
+        return "none" if call == self._options.max_calls - 1 else "auto"
+
+    async def _complete(
+        self, client: openai.AsyncOpenAI, messages: list[dict[str, Any]], observation: Observation, tool_choice: str
+    ) -> ChatCompletion | openai.OpenAIError:
+        tools = {"tools": observation.tools, "tool_choice": tool_choice} if observation.tools else {}
+        request: dict[str, Any] = {
+            "model": self._options.model,
+            "messages": messages,
+            "max_tokens": self._options.max_tokens,
+            "temperature": self._options.temperature,
+            **tools,
+        }
+        try:
+            completion: ChatCompletion = await client.chat.completions.create(**request)
+        except openai.OpenAIError as error:
+            return error
+        return completion
+
+
+async def _carry_out(name: str, arguments: str, environment: Environment) -> str:
+    """The text that answers a tool call, whatever the model wrote."""
+    try:
+        parsed = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        return f"Error: the arguments are not valid JSON: {error}"
+    if not isinstance(parsed, Mapping):
+        return "Error: the arguments must be a JSON object."
+    return await environment.call_tool(name, parsed)
+
+
+def _echo(message: ChatCompletionMessage) -> dict[str, Any]:
+    """The assistant's message as the next request carries it: unchanged, without the fields that were not sent."""
+    echoed: dict[str, Any] = message.model_dump(exclude_unset=True, exclude_none=True)
+    if "tool_calls" not in echoed:
+        echoed.setdefault("content", "")
+    return echoed
+
+
+def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
+    detail = str(error)[:500]
+    if isinstance(error, openai.APITimeoutError):
+        return Failed("call_timeout", detail, n_calls)
+    if isinstance(error, openai.APIConnectionError):
+        return Failed("connection", detail, n_calls)
+    if isinstance(error, openai.APIStatusError):
+        status = error.status_code
+        if status >= 500 or status in (408, 409, 429):
+            return Failed("server_error", f"HTTP {status}: {detail}", n_calls)
+        return Failed("refused", f"HTTP {status}: {detail}", n_calls, retryable=False)
+    return Failed("malformed_reply", detail, n_calls)

@@ -1,0 +1,115 @@
+"""The job directory: whatever instant the job dies at, opening it again gives the rows that were added."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gym_capture.errors import ConfigError, RecordError
+from gym_capture.rollouts.ledger import FAILURES_FILE, ROWS_FILE, FailureRow, Ledger, RolloutRow
+
+JOB = {"job_id": "j", "samples": 2}
+
+
+def row(sample: int, *, answer: str = "33", status: str = "finished") -> RolloutRow:
+    assert status in ("finished", "failed")
+    return RolloutRow(
+        rollout_id=f"j.t.{sample}",
+        task_id="t",
+        group_id="t",
+        sample=sample,
+        status="finished" if status == "finished" else "failed",
+        reward=0.5,
+        reward_components={"answer": 0.5},
+        n_calls=3,
+        attempts=1,
+        answer=answer,
+        started_at=1.5,
+        wall_s=2.5,
+    )
+
+
+def failure(attempt: int) -> FailureRow:
+    return FailureRow(
+        rollout_id="j.t.0",
+        task_id="t",
+        sample=0,
+        attempt=attempt,
+        reason="connection",
+        detail="refused",
+        retryable=True,
+        n_calls=0,
+        at=1.0,
+    )
+
+
+def test_rows_and_failures_come_back(tmp_path: Path) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        ledger.add_row(row(0))
+        ledger.add_failure(failure(1))
+    with Ledger(tmp_path, JOB) as ledger:
+        assert ledger.rows == {"j.t.0": row(0)}
+        assert ledger.failures == [failure(1)]
+
+
+@settings(max_examples=40, deadline=None)
+@given(answers=st.lists(st.text(max_size=12), min_size=1, max_size=4), data=st.data())
+def test_a_file_cut_at_any_byte_keeps_every_whole_row(
+    tmp_path_factory: pytest.TempPathFactory, answers: list[str], data: st.DataObject
+) -> None:
+    directory = tmp_path_factory.mktemp("job")
+    rows = [row(sample, answer=answer) for sample, answer in enumerate(answers)]
+    with Ledger(directory, JOB) as ledger:
+        for each in rows:
+            ledger.add_row(each)
+    path = directory / ROWS_FILE
+    whole = path.read_bytes()
+    cut = data.draw(st.integers(0, len(whole)))
+    path.write_bytes(whole[:cut])
+    kept = rows[: whole[:cut].count(b"\n")]
+    with Ledger(directory, JOB) as ledger:
+        assert list(ledger.rows.values()) == kept
+        ledger.add_row(row(99))
+    with Ledger(directory, JOB) as ledger:
+        assert list(ledger.rows.values()) == [*kept, row(99)]
+
+
+@pytest.mark.parametrize("line", ["not json", "[1]", '{"rollout_id": "x"}', '{"unknown": 1}'])
+@pytest.mark.parametrize("file", [ROWS_FILE, FAILURES_FILE])
+def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path, file: str, line: str) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        ledger.add_row(row(0))
+        ledger.add_failure(failure(1))
+    with (tmp_path / file).open("a") as damaged:
+        damaged.write(f"{line}\n")
+    with pytest.raises(RecordError, match=f"{file}, line 2"):
+        Ledger(tmp_path, JOB)
+
+
+def test_forgotten_rows_leave_the_file_and_the_others_stay(tmp_path: Path) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        for sample in range(3):
+            ledger.add_row(row(sample))
+        ledger.forget(["j.t.1"])
+        ledger.add_row(row(3))
+    with Ledger(tmp_path, JOB) as ledger:
+        assert list(ledger.rows) == ["j.t.0", "j.t.2", "j.t.3"]
+
+
+def test_another_job_is_refused_and_the_difference_named(tmp_path: Path) -> None:
+    with Ledger(tmp_path, JOB):
+        pass
+    with pytest.raises(ConfigError, match="other samples"):
+        Ledger(tmp_path, {**JOB, "samples": 3})
+    with Ledger(tmp_path, JOB):
+        pass
+
+
+def test_one_directory_has_one_writer(tmp_path: Path) -> None:
+    with Ledger(tmp_path, JOB), pytest.raises(ConfigError, match="another rollout job"):
+        Ledger(tmp_path, JOB)
+    with Ledger(tmp_path, JOB):
+        pass
