@@ -363,7 +363,7 @@ def test_however_often_it_is_stopped_there_is_one_row_for_each_rollout(
     assert all(math.isfinite(row.reward) for row in summary.rows)
 
 
-# --- what cannot work is said before anything is played ----------------------------------------------------------------
+# --- what cannot work is said before anything is played ---------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
