@@ -35,7 +35,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.records import (
     CallIntent,
     Continues,
@@ -206,7 +206,7 @@ def decode_entry(data: bytes) -> TokenEntry:
             created_at=created_at,
             **header,
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError, InvalidRolloutIdError) as error:
         raise RecordError(f"an encoded entry is not well-formed: {error!r}", field="header") from error
 
 

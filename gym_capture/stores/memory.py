@@ -1,0 +1,110 @@
+"""Sink and source in memory: for tests, for imported files, and for graphs that may lose records when they stop.
+
+Invariant: that of `gym_capture.protocols`, without durability. Nothing happens between deciding and applying, so
+each operation is atomic.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from gym_capture.codec import decode_entry, encode_entry, peek_entry
+from gym_capture.errors import GymCaptureError, RecordError, StoreError, StoreUnavailableError
+from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.rollout_state import Committed, Decision
+from gym_capture.stores.book import RolloutBook
+
+
+class MemoryStore:
+    """A `TokenSink` and a `TokenSource`."""
+
+    def __init__(self) -> None:
+        self._book = RolloutBook()
+        self._entries: dict[str, dict[str, TokenEntry]] = {}
+        self._is_closed = False
+
+    @classmethod
+    async def open(cls, **_: Any) -> MemoryStore:
+        """Opened as a `LogStore` is; of its arguments there is none that matters here."""
+        return cls()
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        self._check_open()
+        epoch, decision = self._book.begin(intent)
+        self._settle(intent.rollout_id, decision)
+        return epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        delta = entry.as_delta()
+        self._put(delta, peek_entry(encode_entry(delta)).payload_digest, epoch)
+
+    async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
+        """Puts entries that are encoded already, each with its epoch. Answers each: None, or why it was refused."""
+        answers: list[GymCaptureError | None] = []
+        for data, epoch in puts:
+            try:
+                self._put(decode_entry(data), peek_entry(data).payload_digest, epoch)
+                answers.append(None)
+            except (StoreError, RecordError) as error:
+                answers.append(error)
+        return answers
+
+    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
+        """`put` of an entry that the producer has encoded."""
+        self._put(decode_entry(data), peek_entry(data).payload_digest, epoch)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.abandon(rollout_id, call_id, epoch=epoch))
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.mark_incomplete(rollout_id, reason, epoch=epoch))
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        self._check_open()
+        facts = self._book.freeze(rollout_id)
+        return Snapshot(
+            rollout_id=rollout_id,
+            snapshot_id=facts.snapshot_id,
+            version=facts.version,
+            entries=tuple(self._entries.get(rollout_id, {}).values()),
+            incomplete=facts.incomplete,
+            problems=facts.problems,
+        )
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.drop(rollout_id, snapshot_id, version, now=time.time()))
+
+    async def clear(self, rollout_id: str) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.clear(rollout_id, now=time.time()))
+
+    async def rollout_ids(self) -> Sequence[str]:
+        self._check_open()
+        return self._book.live_ids()
+
+    async def close(self) -> None:
+        self._is_closed = True
+
+    def _put(self, entry: TokenEntry, payload_digest: bytes, epoch: int) -> None:
+        self._check_open()
+        decision = self._book.put(entry.rollout_id, entry.model_call_id, payload_digest, epoch=epoch)
+        self._settle(entry.rollout_id, decision)
+        if isinstance(decision.event, Committed):
+            self._entries.setdefault(entry.rollout_id, {})[entry.model_call_id] = entry
+
+    def _settle(self, rollout_id: str, decision: Decision) -> None:
+        if decision.event is not None:
+            self._book.apply(rollout_id, decision.event)
+            if self._book.live(rollout_id) is None:
+                self._entries.pop(rollout_id, None)
+        if decision.error is not None:
+            raise decision.error
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreUnavailableError("this store is closed")
