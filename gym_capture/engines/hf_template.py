@@ -1,0 +1,283 @@
+"""A `ChatTemplate` over a Hugging Face tokenizer and its Jinja chat template.
+
+Invariant: `render` gives what vLLM renders for the same chat, wherever vLLM renders it at all: the same messages go
+into the same template. Beyond that it only ever appends: a system message in the middle of a conversation, which
+some templates refuse, is written there as a user message.
+
+Flow: `from_tokenizer` asks the template a few questions by rendering probes (are contents strings or lists of parts,
+may a system message stand in the middle, what ends a turn) -> `render` turns items into messages, the way the
+answers say, and renders -> `encode` tokenizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import jinja2
+import numpy as np
+from transformers import AutoTokenizer, GenerationConfig
+
+from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.errors import ConfigError
+from gym_capture.records import IdArray
+from gym_capture.template import TemplateError, new_nonce, split_controls
+
+HfMessage: TypeAlias = dict[str, Any]
+
+# What a template can raise besides its own refusal: operations on values that it did not expect.
+_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """What a template wants of its messages; found out by rendering probes."""
+
+    content_parts: bool = False
+    """Contents are lists of parts, not strings."""
+    developer_role: bool = True
+    """It knows the developer role; else developer messages are written as system messages."""
+    inline_system: bool = True
+    """A system message may stand anywhere; else only first, and later ones are written as user messages."""
+    short_call_ids: bool = False
+    """Tool-call ids must be nine letters or digits."""
+
+
+class HfChatTemplate:
+    """See the module's docstring. Safe to share between threads once made."""
+
+    def __init__(
+        self, tokenizer: Any, *, chat_template: str | None, stop_token_ids: Iterable[int], kwargs: dict[str, Any]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._chat_template = chat_template
+        self._kwargs = kwargs
+        self.special_tokens: frozenset[str] = frozenset(
+            [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            + list(tokenizer.all_special_tokens)
+        )
+        self._habits = self._probe_habits()
+        stops = {self.decode(np.asarray([token_id], dtype=np.int32)) for token_id in stop_token_ids}
+        if tokenizer.eos_token is not None:
+            stops.add(str(tokenizer.eos_token))
+        self.stop_tokens: frozenset[str] = self.special_tokens & (stops | self._probe_closes())
+
+    @classmethod
+    def from_tokenizer(
+        cls,
+        tokenizer: Any,
+        chat_template: str | None = None,
+        *,
+        stop_token_ids: Iterable[int] = (),
+        **chat_template_kwargs: Any,
+    ) -> HfChatTemplate:
+        """`chat_template`: Jinja text in place of the tokenizer's own. `stop_token_ids`: ids that end a generation,
+        besides the tokenizer's eos and what the template closes turns with (the model's generation config has them).
+        `chat_template_kwargs` go to every rendering, e.g. `enable_thinking=False`.
+
+        Raises `ConfigError` if there is no chat template, or it cannot be compiled.
+        """
+        if chat_template is None and tokenizer.chat_template is None:
+            raise ConfigError("the tokenizer has no chat template: give one as chat_template")
+        try:
+            return cls(
+                tokenizer, chat_template=chat_template, stop_token_ids=stop_token_ids, kwargs=chat_template_kwargs
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise ConfigError(f"the chat template cannot be compiled: line {error.lineno}: {error}") from error
+
+    @classmethod
+    def from_model_dir(
+        cls, path: str | Path, chat_template: str | None = None, **chat_template_kwargs: Any
+    ) -> HfChatTemplate:
+        """Of a model folder: its tokenizer, chat template and, where it has one, generation config."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ConfigError(f"model: {str(path)!r} is not a folder")
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        stop_ids: list[int] = []
+        if (folder / "generation_config.json").is_file():
+            eos = GenerationConfig.from_pretrained(folder).eos_token_id
+            stop_ids = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+        return cls.from_tokenizer(tokenizer, chat_template, stop_token_ids=stop_ids, **chat_template_kwargs)
+
+    # --- ChatTemplate ---
+
+    def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
+        return self._render(conversation, self._habits, add_generation_prompt=add_generation_prompt)
+
+    def encode(self, text: str) -> IdArray:
+        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+
+    def encode_plain(self, text: str) -> IdArray:
+        ids = self._plain_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, ids: IdArray) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @cached_property
+    def _plain_tokenizer(self) -> Any:
+        # A fast tokenizer keeps whether it parses special tokens as state: one of its own leaves `encode` alone.
+        return copy.deepcopy(self._tokenizer)
+
+    # --- messages ---
+
+    def _render(self, conversation: Conversation, habits: _Habits, *, add_generation_prompt: bool) -> str:
+        messages = _to_messages(conversation.items, habits)
+        tools = [tool.as_openai() for tool in conversation.tools]
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools or None,
+                chat_template=self._chat_template,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                **self._kwargs,
+            )
+        except jinja2.TemplateSyntaxError:
+            raise
+        except _REFUSALS as error:
+            raise TemplateError(f"the chat template refuses this conversation: {error}", param="messages") from error
+        return text
+
+    # --- probes ---
+
+    def _probe_habits(self) -> _Habits:
+        source = self._chat_template or self._tokenizer.get_chat_template()
+        habits = _Habits(developer_role='"developer"' in source or "'developer'" in source)
+        user, reply, later = new_nonce(), new_nonce(), new_nonce()
+        plain = (Message("user", user), AssistantTurn(reply), Message("user", later))
+        in_parts = replace(habits, content_parts=True)
+        if not self._writes(plain, habits) and self._writes(plain, in_parts):
+            habits = in_parts
+        inline = (*plain[:2], Message("system", later), plain[2])
+        habits = replace(habits, inline_system=not self._refuses(inline, habits))
+        call = ToolCall("call_0123456789", "probe", "{}")
+        with_call = (plain[0], AssistantTurn(tool_calls=(call,)), ToolResult(call.id, reply))
+        short = replace(habits, short_call_ids=True)
+        if self._refuses(with_call, habits) and not self._refuses(with_call, short):
+            habits = short
+        return habits
+
+    def _probe_closes(self) -> set[str]:
+        """The control tokens that the template ends a last turn with."""
+        word = new_nonce()
+        call = ToolCall("call_0", "probe", json.dumps({"value": word}))
+        closes = set()
+        for turn in (AssistantTurn(word), AssistantTurn(tool_calls=(call,))):
+            conversation = Conversation((Message("user", "probe"), turn), (_PROBE_TOOL,))
+            try:
+                text = self.render(conversation, add_generation_prompt=False)
+            except TemplateError:
+                continue
+            after = split_controls(self.special_tokens, text.rpartition(word)[2])
+            closes.update([piece for piece in after if piece in self.special_tokens][-1:])
+        return closes
+
+    def _writes(self, items: Sequence[Item], habits: _Habits) -> bool:
+        try:
+            text = self._render(Conversation(tuple(items)), habits, add_generation_prompt=True)
+        except TemplateError:
+            return False
+        return all(text.count(item.text) == 1 for item in items)
+
+    def _refuses(self, items: Sequence[Item], habits: _Habits) -> bool:
+        try:
+            self._render(Conversation(tuple(items), (_PROBE_TOOL,)), habits, add_generation_prompt=True)
+        except TemplateError:
+            return True
+        return False
+
+
+_PROBE_TOOL: Final = Tool(
+    "probe", "Probes.", '{"properties":{"value":{"description":"A word.","type":"string"}},"type":"object"}'
+)
+
+
+def _to_messages(items: Sequence[Item], habits: _Habits) -> list[HfMessage]:
+    names = {call.id: call.name for item in items if isinstance(item, AssistantTurn) for call in item.tool_calls}
+    content: Callable[[str], Any] = _as_parts if habits.content_parts else str
+    call_id = _short_id if habits.short_call_ids else str
+    leading = _n_leading_system(items)
+    messages: list[HfMessage] = []
+    for role, text in _leading_messages(items[:leading], habits):
+        messages.append({"role": role, "content": content(text)})
+    for item in items[leading:]:
+        match item:
+            case Message(role, text):
+                if role == "developer" and not habits.developer_role:
+                    role = "system"
+                if role == "system" and not habits.inline_system:
+                    role = "user"
+                messages.append({"role": role, "content": content(text)})
+            case AssistantTurn(text, calls, reasoning):
+                message: HfMessage = {"role": "assistant", "content": content(text)}
+                if reasoning:
+                    # Templates of this and that time read this and that name.
+                    message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+                if calls:
+                    message["tool_calls"] = [
+                        {
+                            "id": call_id(call.id),
+                            "type": "function",
+                            "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+                        }
+                        for call in calls
+                    ]
+                messages.append(message)
+            case ToolResult(of, text):
+                # Always a string: templates that take parts elsewhere do not take them here.
+                result: HfMessage = {"role": "tool", "tool_call_id": call_id(of), "content": text}
+                if of in names:
+                    result["name"] = names[of]
+                messages.append(result)
+    return messages
+
+
+def _n_leading_system(items: Sequence[Item]) -> int:
+    for n, item in enumerate(items):
+        if not isinstance(item, Message) or item.role == "user":
+            return n
+    return len(items)
+
+
+def _leading_messages(items: Sequence[Item], habits: _Habits) -> list[tuple[str, str]]:
+    """The system and developer messages that a conversation begins with, merged where the template wants one."""
+    messages = [(item.role, item.text) for item in items if isinstance(item, Message)]
+    has_developer = any(role == "developer" for role, _ in messages)
+    if (has_developer and not habits.developer_role) or (len(messages) > 1 and not habits.inline_system):
+        return [("system", "\n\n".join(text for _, text in messages if text))]
+    return messages
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
+
+
+def _arguments(text: str) -> dict[str, Any]:
+    """What templates want: an object. Text that is none becomes an empty one, as vLLM does it.
+
+    The policy's own words are not lost by that: they are in the parent's ids, which a splice supplies as they are.
+    """
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _short_id(call_id: str) -> str:
+    """The id itself if nine letters or digits, else nine that it determines."""
+    if _SHORT_ID.fullmatch(call_id):
+        return call_id
+    return hashlib.sha256(call_id.encode()).hexdigest()[:9]

@@ -1,0 +1,299 @@
+"""Prefix supply: a prompt that starts with the parent's exact ids, followed by only what is new.
+
+Invariant: a `Spliced` prompt starts with the parent's cumulative ids, and what follows them is what the template
+itself writes after that assistant turn in this very request. Where that cannot be shown the answer is `NotSpliced`
+with a named reason, and the caller renders the whole conversation.
+
+Flow: render the request as it is -> render it with marks: one at the end of what the parent generated, one in every
+other text -> what follows the first mark is the turn's close and the tail; the other marks show that nothing old was
+written after the turn and nothing new before it -> see how much of the close the parent's ids already have -> the
+rest must be how the unmarked rendering ends -> tokenize that rest alone, and append it.
+
+Nothing counts end-of-turn ids, compares old text, or tokenizes history. Cost: two renderings, and the tokens of the
+tail. A turn that was cut short costs two renderings more.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+
+import numpy as np
+
+from gym_capture.conversation import AssistantTurn, Conversation, Item, Tool
+from gym_capture.records import IdArray
+from gym_capture.template import ChatTemplate, Protected, TemplateError, encode_rendered, protect, split_controls
+
+NotSplicedReason: TypeAlias = Literal[
+    "template_refuses",  # the template raises on this conversation
+    "turn_lost",  # the template does not write that assistant turn, or only part of it
+    "turn_repeated",  # the template writes that assistant turn more than once
+    "new_item_lost",  # the template does not write an item that came after the turn
+    "new_item_moved",  # the template writes an item that came after the turn before it
+    "old_item_moved",  # the template writes an item (or the tools) that came before the turn after it, again
+    "close_unknown",  # the parent's ids end in a way that the template's close of the turn cannot be matched with
+    "tail_differs",  # the marks changed what the template writes
+]
+NOT_SPLICED_REASONS: Final[tuple[NotSplicedReason, ...]] = get_args(NotSplicedReason)
+
+_TURN: Final = -1
+"""The number of the mark at the end of the parent's turn."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spliced:
+    """A prompt that starts with the parent's cumulative ids."""
+
+    ids: IdArray
+    """int32."""
+    added_close: int
+    """How many of the ids after the parent's close its turn: it was cut short, and did not say them itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotSpliced:
+    """Why the parent's ids cannot be continued."""
+
+    reason: NotSplicedReason
+    detail: str = ""
+    """For a person: what the template said, or which item."""
+
+
+def full_prompt(template: ChatTemplate, conversation: Conversation) -> IdArray:
+    """int32 ids of the whole conversation and the generation prompt. Raises `TemplateError` if the template refuses."""
+    protected = protect(template, conversation)
+    return encode_rendered(template, template.render(protected.conversation, add_generation_prompt=True), protected)
+
+
+def splice(
+    template: ChatTemplate, conversation: Conversation, *, turn: int, parent_ids: IdArray
+) -> Spliced | NotSpliced:
+    """The prompt for `conversation` that continues `parent_ids`, a call's prompt and generated ids.
+
+    `turn`: which assistant turn of the conversation, from 0, that call generated.
+    """
+    protected = protect(template, conversation)
+    marked = _Marked(template, protected, turn)
+    try:
+        plain = template.render(protected.conversation, add_generation_prompt=True)
+        after = marked.after_turn(len(conversation.items), add_generation_prompt=True)
+    except TemplateError as error:
+        return NotSpliced("template_refuses", str(error))
+    if isinstance(after, NotSpliced):
+        return after
+
+    seam = _find_seam(marked, after.head, parent_ids)
+    if seam is None:
+        return NotSpliced("close_unknown", f"the parent's ids end with {template.decode(parent_ids[-8:])!r}")
+    tail = (after.head + after.rest)[seam.start :]
+    if not plain.endswith(tail):
+        return NotSpliced("tail_differs")
+    tail_ids = _encode_after(parent_ids, tail, template, protected)
+    added = _encode_after(parent_ids, tail[: seam.end_of_close - seam.start], template, protected).size
+    return Spliced(np.concatenate((parent_ids, tail_ids), dtype=np.int32), added)
+
+
+# --- what the template writes after the turn ---------------------------------------------------------------------
+
+
+class _After(NamedTuple):
+    """What a rendering has after the parent's turn, in two parts."""
+
+    head: str
+    """As far as the middle of the first new text: the close of the turn, and what opens the next."""
+    rest: str
+
+
+class _Marked:
+    """The request with marks in it: `_TURN` where the parent's turn ends, n >= 0 in item n, and below -1 in tools."""
+
+    def __init__(self, template: ChatTemplate, protected: Protected, turn: int) -> None:
+        conversation = protected.conversation
+        turns = [(n, item) for n, item in enumerate(conversation.items) if isinstance(item, AssistantTurn)]
+        self.template = template
+        self.at, item = turns[turn]
+        self.has_calls = bool(item.tool_calls)
+        self._nonce = protected.nonce
+        items = [self._mark_item(item, n) for n, item in enumerate(conversation.items)]
+        items[self.at] = self._end_mark(item)
+        tools = [self._mark_tool(tool, -2 - n) for n, tool in enumerate(conversation.tools)]
+        self._conversation = Conversation(tuple(items), tuple(tools))
+
+    def after_turn(self, n_items: int, *, add_generation_prompt: bool) -> _After | NotSpliced:
+        """What the template writes after the turn when the conversation is its first `n_items` items."""
+        conversation = self._conversation._replace(items=self._conversation.items[:n_items])
+        text = self.template.render(conversation, add_generation_prompt=add_generation_prompt)
+        marks: dict[int, list[re.Match[str]]] = {}
+        for match in re.finditer(f"{self._nonce}M(-?\\d+)Z", text):
+            marks.setdefault(int(match[1]), []).append(match)
+        ends = marks.pop(_TURN, [])
+        if len(ends) != 1:
+            return NotSpliced("turn_repeated" if ends else "turn_lost")
+        start = ends[0].end()
+        for n, found in marks.items():
+            if n < self.at and found[-1].start() > start:
+                return NotSpliced("old_item_moved", f"item {n}" if n >= 0 else "tools")
+            if n > self.at and found[0].start() < start:
+                return NotSpliced("new_item_moved", f"item {n}")
+        for n in range(self.at + 1, n_items):
+            if n not in marks and _markable(self._conversation.items[n]):
+                return NotSpliced("new_item_lost", f"item {n}")
+        new = [found[0].start() for n, found in marks.items() if n > self.at]
+        middle = min(new, default=len(text))
+        return _After(text[start:middle], re.sub(f"{self._nonce}M-?\\d+Z", "", text[middle:]))
+
+    def _mark(self, number: int) -> str:
+        return f"{self._nonce}M{number}Z"
+
+    def _end_mark(self, turn: AssistantTurn) -> AssistantTurn:
+        """The turn keeps its shape. Its last call's arguments are not needed: they stand before the mark."""
+        if not turn.tool_calls:
+            return turn._replace(text=turn.text + self._mark(_TURN))
+        last = turn.tool_calls[-1]._replace(arguments=f'{{"value":"{self._mark(_TURN)}"}}')
+        return turn._replace(tool_calls=(*turn.tool_calls[:-1], last))
+
+    def _mark_item(self, item: Item, number: int) -> Item:
+        """The mark goes to the middle, since templates look at how texts begin and end, and trim them there.
+
+        In an assistant's text it goes to the end: templates cut thinking off its beginning.
+        """
+        if not _markable(item):
+            return item
+        text = item.text
+        end = len(text.rstrip())
+        if not isinstance(item, AssistantTurn):
+            begin = end - len(text[:end].lstrip())
+            space = re.compile(r"\s").search(text, (begin + end) // 2, end)
+            end = space.start() if space else end
+        return item._replace(text=text[:end] + self._mark(number) + text[end:])
+
+    def _mark_tool(self, tool: Tool, number: int) -> Tool:
+        return tool._replace(description=tool.description + self._mark(number))
+
+
+def _markable(item: Item) -> bool:
+    return bool(item.text) and not item.text.isspace()
+
+
+# --- how much of the close the parent's ids already have ---------------------------------------------------------
+
+
+class _Seam(NamedTuple):
+    """Offsets into what follows the turn's mark."""
+
+    start: int
+    """Where the tail begins: everything before it is already in the parent's ids."""
+    end_of_close: int
+    """Where the close of the turn ends; `start` if nothing of it is missing."""
+
+
+def _find_seam(marked: _Marked, head: str, parent_ids: IdArray) -> _Seam | None:
+    template = marked.template
+    pieces = split_controls(template.special_tokens, head)
+    last = template.decode(parent_ids[-1:])
+    if last in template.special_tokens:
+        end = _end_of_first(last, pieces, stops=template.stop_tokens)
+        if end is not None:
+            return _Seam(end, end)
+        if last in template.stop_tokens:
+            close = _close(marked, pieces)
+            return None if close is None else _Seam(close.end_of_close, close.end_of_close)
+    close = _close(marked, pieces)
+    closing = pieces[0] if pieces and pieces[0] not in template.special_tokens else ""
+    start = _overlap(
+        _trailing_text(template, parent_ids, len(closing)),
+        closing,
+        all_closes=marked.has_calls and len(pieces) > 1,
+    )
+    if start == 0 and marked.has_calls:
+        # Nothing tells how the model itself closed its call: whatever it wrote stands, and only the turn is closed.
+        if close is None:
+            return None
+        start = close.start
+    return _Seam(start, start if close is None else max(start, close.end_of_close))
+
+
+def _end_of_first(token: str, pieces: list[str], *, stops: frozenset[str]) -> int | None:
+    """Where the first `token` among `pieces` ends; None if it has none, or only behind another kind of stop."""
+    end = 0
+    for piece in pieces:
+        end += len(piece)
+        if piece == token:
+            return end
+        if piece in stops and token not in stops:
+            return None
+    return None
+
+
+def _trailing_text(template: ChatTemplate, ids: IdArray, length: int) -> str:
+    """The plain text that `ids` end with: at least `length` characters of it, or as far as the last control token."""
+    text = template.decode(ids[-max(length, 1) :])
+    pieces = split_controls(template.special_tokens, text)
+    return pieces[-1] if pieces and pieces[-1] not in template.special_tokens else ""
+
+
+def _overlap(written: str, closing: str, *, all_closes: bool) -> int:
+    """How many characters of `closing`, plain text that follows what a turn says, `written` already ends with.
+
+    `all_closes`: none of it opens what comes next, so its last word shows that it was written in full, if perhaps
+    with other whitespace.
+    """
+    words = closing.split()
+    if all_closes and words and written.rstrip().endswith(words[-1]):
+        return len(closing)
+    for length in range(len(closing), 0, -1):
+        if written.endswith(closing[:length]) and not closing[:length].isspace():
+            return length
+    return 0
+
+
+def _close(marked: _Marked, pieces: list[str]) -> _Seam | None:
+    """Where the template's own close of the turn begins and ends in `pieces`; None if it cannot be told.
+
+    Found by rendering the turn as the last one: what stands where that has its stop token, and also stands there
+    when a generation prompt follows, belongs to the turn and not to what comes next.
+    """
+    template = marked.template
+    try:
+        last = marked.after_turn(marked.at + 1, add_generation_prompt=False)
+        prompted = marked.after_turn(marked.at + 1, add_generation_prompt=True)
+    except TemplateError:
+        return None
+    if isinstance(last, NotSpliced) or isinstance(prompted, NotSpliced):
+        return None
+    closing = split_controls(template.special_tokens, last.head)
+    stop = next((n for n, piece in enumerate(closing) if piece in template.stop_tokens), None)
+    if stop is None:
+        common = _common_length(pieces, closing)
+        return _Seam(common, common)
+    opening = split_controls(template.special_tokens, prompted.head)[: stop + 1]
+    if pieces[:stop] != closing[:stop] or pieces[: stop + 1] != opening or opening[-1] not in template.special_tokens:
+        return None
+    start = sum(map(len, pieces[:stop]))
+    return _Seam(start, start + len(pieces[stop]))
+
+
+def _common_length(left: list[str], right: list[str]) -> int:
+    """How many characters two texts in pieces begin with in common, control tokens in full or not at all."""
+    length = 0
+    for ours, theirs in zip(left, right, strict=False):
+        if ours != theirs:
+            shorter = min(ours, theirs, key=len)
+            return length + (len(shorter) if max(ours, theirs, key=len).startswith(shorter) else 0)
+        length += len(ours)
+    return length
+
+
+def _encode_after(parent_ids: IdArray, text: str, template: ChatTemplate, protected: Protected) -> IdArray:
+    """The ids of `text` where it follows `parent_ids`.
+
+    A control token there is tokenized along: some swallow the whitespace after them, and a text's first word can be
+    tokenized unlike its others.
+    """
+    if not text:
+        return np.zeros(0, dtype=np.int32)
+    last = template.decode(parent_ids[-1:])
+    if last not in template.special_tokens:
+        return encode_rendered(template, text, protected)
+    return encode_rendered(template, last + text, protected)[1:]
