@@ -1,0 +1,299 @@
+"""Where each call of a rollout belongs: the forest of calls, parent to child, proven id by id.
+
+Invariant: call `c` is placed under call `p` only if the prompt of `c` starts with all cumulative ids of `p`. A recorded
+parent is verified, never trusted, and never replaced by a guess: one that is absent, foreign, cyclic or contradicted
+becomes a named reason, and the call stands alone if its prompt is whole. Only records without a decision are placed
+by inference.
+
+Flow: `unique_calls` folds repeated records -> `link` reads the recorded parents, infers the missing ones
+(`inference`), then walks the forest once. The walk keeps the ids of the current path in one buffer, so that every
+prompt is compared at memory speed, every id is hashed once, and deltas are never expanded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gym_capture.inference import PrefixIndex
+from gym_capture.records import Continues, IdArray, TokenEntry, id_bytes, new_digest
+
+NO_PARENT = -1
+_ID_BYTES = 4
+
+
+# --- one record for each call ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UniqueCalls:
+    """The calls of a snapshot, each once."""
+
+    entries: tuple[TokenEntry, ...]
+    """One for each call of this rollout, sorted by call id."""
+    conflicting: Mapping[str, int]
+    """Call ids that came with different contents -> generated ids over all of these contents."""
+    foreign: tuple[TokenEntry, ...]
+    """Records of other rollouts, sorted, each once."""
+
+
+def unique_calls(rollout_id: str, records: Sequence[TokenEntry]) -> UniqueCalls:
+    """Folds records that say the same of the same call; sets apart what is contradictory or another rollout's."""
+    calls: dict[str, list[TokenEntry]] = {}
+    foreign: dict[tuple[str, str], TokenEntry] = {}
+    for record in records:
+        if record.rollout_id == rollout_id:
+            calls.setdefault(record.model_call_id, []).append(record)
+        else:
+            key = (record.rollout_id, record.model_call_id)
+            first = foreign.setdefault(key, record)
+            if record.generation_token_ids.size > first.generation_token_ids.size:
+                foreign[key] = record
+    entries: list[TokenEntry] = []
+    conflicting: dict[str, int] = {}
+    for call_id in sorted(calls):
+        distinct = _distinct(calls[call_id])
+        if len(distinct) == 1:
+            entries.append(distinct[0])
+        else:
+            conflicting[call_id] = sum(int(entry.generation_token_ids.size) for entry in distinct)
+    return UniqueCalls(
+        entries=tuple(entries),
+        conflicting=conflicting,
+        foreign=tuple(foreign[key] for key in sorted(foreign)),
+    )
+
+
+def _distinct(records: Sequence[TokenEntry]) -> list[TokenEntry]:
+    """The records of one call that differ in content. Whole prompts stand for deltas of the same call."""
+    if len(records) == 1:
+        return [records[0]]
+    distinct: list[TokenEntry] = []
+    for record in sorted(records, key=lambda record: (record.prompt_offset, record.created_at)):
+        if not any(_same_content(known, record) for known in distinct):
+            distinct.append(record)
+    if len(distinct) == 1:
+        # Whether the reply arrived is learned after the record was made: the most that is known counts.
+        known = [record.delivered for record in records if record.delivered is not None]
+        return [replace(distinct[0], delivered=any(known) if known else None)]
+    return distinct
+
+
+def _same_content(a: TokenEntry, b: TokenEntry) -> bool:
+    """Whether two records of one call say the same of what was asked and sampled; `b` has at least `a`'s offset."""
+    return (
+        a.cum_len == b.cum_len
+        and (a.parent, a.digest, a.finish_reason, a.stop_reason) == (b.parent, b.digest, b.finish_reason, b.stop_reason)
+        and (a.model, a.requested_model, a.max_tokens, a.has_tools)
+        == (b.model, b.requested_model, b.max_tokens, b.has_tools)
+        and (a.prefix_requested, a.prefix_supplied, a.weight_versions)
+        == (b.prefix_requested, b.prefix_supplied, b.weight_versions)
+        and np.array_equal(a.generation_token_ids, b.generation_token_ids)
+        and np.array_equal(a.generation_log_probs, b.generation_log_probs)
+        and np.array_equal(a.prompt_token_ids[b.prompt_offset - a.prompt_offset :], b.prompt_token_ids)
+        and _same_rows(a.routed_experts, b.routed_experts)
+        and _same_rows(a.sampling_mask, b.sampling_mask)
+    )
+
+
+def _same_rows(a: npt.NDArray[Any] | None, b: npt.NDArray[Any] | None) -> bool:
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+# --- the forest ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forest:
+    """Calls by position in `entries`; parallel sequences have its length."""
+
+    entries: tuple[TokenEntry, ...]
+    parents: tuple[int, ...]
+    """Position of the proven parent, or `NO_PARENT`."""
+    starts: tuple[int, ...]
+    """How many of the call's prompt ids are its proven parent's cumulative ids; 0 without one."""
+    order: tuple[int, ...]
+    """The calls that have a place, every parent before its children."""
+    unplaced: Mapping[int, str]
+    """The calls without a provable place -> why."""
+    reasons: tuple[str, ...]
+    """What masks the rollout: `<name>:<call id>:<field>`."""
+
+
+def link(
+    entries: tuple[TokenEntry, ...],
+    *,
+    no_candidates: frozenset[int],
+    elsewhere: Mapping[str, str],
+    vocab_size: int | None,
+) -> Forest:
+    """Places every call.
+
+    `no_candidates`: positions that inference never continues (they carry no loss). `elsewhere`: call ids that exist
+    but cannot be a parent -> the reason to give to a call that names one.
+    """
+    linker = _Linker(entries)
+    linker.read_recorded_parents(elsewhere)
+    linker.cut_cycles()
+    linker.cut_wrong_lengths()
+    linker.unplace_descendants()
+    linker.infer_missing_parents(no_candidates)
+    linker.unplace_descendants()
+    return linker.walk(vocab_size)
+
+
+class _Linker:
+    """The state of one `link`: parents that are so far only claimed, and what was found against them."""
+
+    def __init__(self, entries: tuple[TokenEntry, ...]) -> None:
+        self.entries = entries
+        self.parents = [NO_PARENT] * len(entries)
+        self.unplaced: dict[int, str] = {}
+        self.reasons: list[str] = []
+
+    def read_recorded_parents(self, elsewhere: Mapping[str, str]) -> None:
+        positions = {entry.model_call_id: position for position, entry in enumerate(self.entries)}
+        for position, entry in enumerate(self.entries):
+            if isinstance(entry.parent, Continues):
+                named = positions.get(entry.parent.call_id)
+                if named is None:
+                    self._refuse(position, elsewhere.get(entry.parent.call_id, "absent_parent"), "parent.call_id")
+                else:
+                    self.parents[position] = named
+
+    def cut_cycles(self) -> None:
+        """Calls that, parent by parent, claim to continue themselves."""
+        unseen, on_path, done = 0, 1, 2
+        state = [unseen] * len(self.entries)
+        for first in range(len(self.entries)):
+            path: list[int] = []
+            position = first
+            while position != NO_PARENT and state[position] == unseen:
+                state[position] = on_path
+                path.append(position)
+                position = self.parents[position]
+            if position != NO_PARENT and state[position] == on_path:
+                for member in path[path.index(position) :]:
+                    self._refuse(member, "parent_cycle", "parent.call_id")
+            for seen in path:
+                state[seen] = done
+
+    def cut_wrong_lengths(self) -> None:
+        for position, entry in enumerate(self.entries):
+            parent = self.parents[position]
+            if (
+                parent != NO_PARENT
+                and isinstance(entry.parent, Continues)
+                and self.entries[parent].cum_len != entry.parent.cum_len
+            ):
+                self._refuse(position, "parent_mismatch", "parent.cum_len")
+
+    def infer_missing_parents(self, no_candidates: frozenset[int]) -> None:
+        undecided = [position for position, entry in enumerate(self.entries) if entry.parent is None]
+        if not undecided:
+            return
+        candidates = [
+            position
+            for position in range(len(self.entries))
+            if position not in no_candidates and position not in self.unplaced
+        ]
+        index = PrefixIndex(self.entries, parents=tuple(self.parents), candidates=candidates)
+        inferred = [(position, index.longest_prefixes(self.entries[position])) for position in undecided]
+        for position, found in inferred:
+            if len(found) == 1:
+                self.parents[position] = found[0]
+            elif found:
+                self._refuse(position, "ambiguous_parent", "prompt_token_ids")
+                self.unplaced[position] = "ambiguous_parent"
+
+    def unplace_descendants(self) -> None:
+        """What continues a call without a place has none either: its own ids may be known, but not their history."""
+        children = self._children()
+        pending = list(self.unplaced)
+        while pending:
+            for child in children[pending.pop()]:
+                if child not in self.unplaced:
+                    self.unplaced[child] = "unplaced_parent"
+                    pending.append(child)
+
+    def walk(self, vocab_size: int | None) -> Forest:
+        """Compares every prompt with the ids of its parent's path, depth first; places what holds."""
+        entries, parents, unplaced = self.entries, self.parents, self.unplaced
+        children = self._children()
+        check_digests = any(entry.digest is not None for entry in entries)
+        nothing_hashed = new_digest()
+        starts = [0] * len(entries)
+        order: list[int] = []
+        path = bytearray()
+        pending: list[tuple[int, hashlib._Hash]] = [
+            (position, nothing_hashed)
+            for position in range(len(entries))
+            if parents[position] == NO_PARENT and position not in unplaced
+        ]
+        while pending:
+            position, parent_hash = pending.pop()
+            entry = entries[position]
+            start = entries[parents[position]].cum_len if parents[position] != NO_PARENT else 0
+            del path[start * _ID_BYTES :]
+            prompt = id_bytes(entry.prompt_token_ids)
+            if not entry.is_delta and start:
+                if not path.startswith(prompt[: start * _ID_BYTES]):
+                    self._refuse(position, "parent_mismatch", "prompt_token_ids")
+                    pending.insert(0, (position, nothing_hashed))
+                    continue
+                prompt = prompt[start * _ID_BYTES :]
+            generation = id_bytes(entry.generation_token_ids)
+            path += prompt
+            path += generation
+            cumulative_hash = parent_hash
+            if check_digests:
+                cumulative_hash = parent_hash.copy()
+                cumulative_hash.update(prompt)
+                cumulative_hash.update(generation)
+                if entry.digest is not None and entry.digest != cumulative_hash.hexdigest():
+                    self._report(position, "digest_mismatch", "digest")
+            if vocab_size is not None:
+                self._check_vocabulary(position, start, vocab_size)
+            starts[position] = start
+            order.append(position)
+            pending += [(child, cumulative_hash) for child in reversed(children[position]) if child not in unplaced]
+        return Forest(
+            entries=entries,
+            parents=tuple(parents),
+            starts=tuple(starts),
+            order=tuple(order),
+            unplaced=unplaced,
+            reasons=tuple(self.reasons),
+        )
+
+    def _children(self) -> list[list[int]]:
+        children: list[list[int]] = [[] for _ in self.entries]
+        for position, parent in enumerate(self.parents):
+            if parent != NO_PARENT:
+                children[parent].append(position)
+        return children
+
+    def _check_vocabulary(self, position: int, start: int, vocab_size: int) -> None:
+        entry = self.entries[position]
+        fields: tuple[tuple[str, IdArray], ...] = (
+            ("prompt_token_ids", entry.prompt_token_ids[start - entry.prompt_offset :]),
+            ("generation_token_ids", entry.generation_token_ids),
+        )
+        for field, ids in fields:
+            if ids.size and int(ids.max()) >= vocab_size:
+                self._report(position, "out_of_vocabulary", field)
+
+    def _refuse(self, position: int, reason: str, field: str) -> None:
+        """The claimed parent does not hold: the call stands alone, or has no place if it is only a delta."""
+        self._report(position, reason, field)
+        self.parents[position] = NO_PARENT
+        if self.entries[position].is_delta:
+            self.unplaced[position] = reason
+
+    def _report(self, position: int, reason: str, field: str) -> None:
+        self.reasons.append(f"{reason}:{self.entries[position].model_call_id}:{field}")

@@ -1,0 +1,61 @@
+"""Which calls of a rollout are not part of its task: conversation titles, quota probes, other models' errands.
+
+Invariant: a call is a side call only for a reason that the record itself shows - what was asked for, never what
+was answered - and the same records give the same answer in any order.
+
+Flow: explicit patterns and probes first; then, over what is left, self-calibration: a harness names the policy in the
+calls that do the work, so the requested model that generated most is the policy and the others are side calls.
+Whether a call offers tools never makes it a side call: a rollout may be one plain question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from gym_capture.records import TokenEntry
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SideCallRules:
+    """How side calls are told from the task's own."""
+
+    model_patterns: tuple[str, ...] = ()
+    """Requested models that are always side calls: shell patterns such as `*-haiku-*`, case-sensitive."""
+    self_calibrate: bool = True
+    """Whether requested models other than the one that generated most are side calls."""
+    probe_max_tokens: int = 1
+    """A request that allows at most this many generated ids is a probe; 0: no request is."""
+
+    def asks_for_side_call(self, entry: TokenEntry) -> bool:
+        """Whether the request alone shows it: by a pattern, or as a probe."""
+        if entry.max_tokens is not None and entry.max_tokens <= self.probe_max_tokens:
+            return True
+        return any(fnmatchcase(entry.requested_model, pattern) for pattern in self.model_patterns)
+
+
+def side_calls(entries: Sequence[TokenEntry], rules: SideCallRules) -> frozenset[int]:
+    """Positions in `entries` (one entry for each call) of the calls that are not part of the task."""
+    found = {position for position, entry in enumerate(entries) if rules.asks_for_side_call(entry)}
+    if rules.self_calibrate:
+        rest = [entry for position, entry in enumerate(entries) if position not in found]
+        policy = _policy_model(rest)
+        found.update(position for position, entry in enumerate(entries) if entry.requested_model != policy)
+    return frozenset(found)
+
+
+def _policy_model(entries: Sequence[TokenEntry]) -> str | None:
+    """The requested model that generated most; among equals the one with more tool-offering calls, more calls, name."""
+    weights: dict[str, tuple[int, int, int]] = {}
+    for entry in entries:
+        tokens, with_tools, calls = weights.get(entry.requested_model, (0, 0, 0))
+        weights[entry.requested_model] = (
+            tokens + int(entry.generation_token_ids.size),
+            with_tools + int(entry.has_tools),
+            calls + 1,
+        )
+    if not weights:
+        return None
+    most = max(weights.values())
+    return min(model for model, weight in weights.items() if weight == most)

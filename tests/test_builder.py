@@ -1,0 +1,706 @@
+"""The builder on small rollouts, one fault each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gym_capture.builder import BuildOptions, BuiltRollout, ExcludedCall, Trajectory, build, reason_name
+from gym_capture.records import (
+    Continues,
+    Parent,
+    RecordProblem,
+    Root,
+    Snapshot,
+    TokenEntry,
+    Unresolved,
+    WeightSpan,
+    digest_ids,
+)
+from gym_capture.side_calls import SideCallRules
+
+ALL_CHAINS = BuildOptions(delivery="all_chains")
+PER_REQUEST = BuildOptions(strategy="per_request", delivery="all_chains")
+
+
+def call(
+    call_id: str,
+    prompt: Sequence[int],
+    generation: Sequence[int],
+    *,
+    parent: Parent | None = None,
+    log_probs: Sequence[float] | None = None,
+    **fields: Any,
+) -> TokenEntry:
+    """A call of rollout r1 with a whole prompt; log probabilities -0.1, -0.2, ... unless given."""
+    fields = {"rollout_id": "r1", "requested_model": "policy", "has_tools": True, "finish_reason": "stop", **fields}
+    if log_probs is None:
+        log_probs = [-0.1 * (position + 1) for position in range(len(generation))]
+    return TokenEntry(
+        model_call_id=call_id,
+        model="served",
+        prompt_token_ids=np.array(prompt, dtype=np.int32),
+        generation_token_ids=np.array(generation, dtype=np.int32),
+        generation_log_probs=np.array(log_probs, dtype=np.float32),
+        parent=parent,
+        **fields,
+    )
+
+
+def snapshot(*entries: TokenEntry, **fields: Any) -> Snapshot:
+    return Snapshot(**{"rollout_id": "r1", "snapshot_id": "s", "version": 1, "entries": entries, **fields})
+
+
+def rows(built: BuiltRollout) -> list[dict[str, Any]]:
+    """Every trajectory as plain lists, in the order of its calls."""
+    return sorted(
+        (
+            {
+                "calls": list(trajectory.call_ids),
+                "token_ids": trajectory.token_ids.tolist(),
+                "loss_mask": trajectory.loss_mask.astype(int).tolist(),
+                "logprobs": [round(float(value), 4) for value in trajectory.log_probs],
+            }
+            for trajectory in built.trajectories
+        ),
+        key=lambda row: row["calls"],
+    )
+
+
+def excluded(built: BuiltRollout) -> dict[str, str]:
+    return {call.call_id: call.reason for call in built.excluded}
+
+
+def only(built: BuiltRollout) -> Trajectory:
+    (trajectory,) = built.trajectories
+    return trajectory
+
+
+# --- cases from the field ----------------------------------------------------------------------------------------
+
+
+def test_BD_01_the_longest_open_chain_continues() -> None:
+    built = build(
+        snapshot(
+            call("c1", [11, 12], [13, 14]),
+            call("c2", [11, 12, 13, 14, 15], [16]),
+            call("c3", [11, 12], [13, 14, 15, 16, 17]),
+            call("c4", [11, 12, 13, 14, 15, 16, 17, 18], [19]),
+        ),
+        ALL_CHAINS,
+    )
+    assert rows(built) == [
+        {
+            "calls": ["c1", "c2"],
+            "token_ids": [11, 12, 13, 14, 15, 16],
+            "loss_mask": [0, 0, 1, 1, 0, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, 0.0, -0.1],
+        },
+        {
+            "calls": ["c3", "c4"],
+            "token_ids": [11, 12, 13, 14, 15, 16, 17, 18, 19],
+            "loss_mask": [0, 0, 1, 1, 1, 1, 1, 0, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, -0.3, -0.4, -0.5, 0.0, -0.1],
+        },
+    ]
+    assert not built.masked
+    assert built.trajectories[0].call_ids == ("c3", "c4"), "the chain that generated most comes first"
+
+
+def test_BD_03_interleaved_sub_agent_calls_stay_two_chains() -> None:
+    built = build(
+        snapshot(
+            call("m1", [1, 2], [3]),
+            call("s1", [7, 8], [9]),
+            call("m2", [1, 2, 3, 4], [5]),
+            call("s2", [7, 8, 9, 10], [11]),
+            call("m3", [1, 2, 3, 4, 5, 6], [12]),
+        ),
+        ALL_CHAINS,
+    )
+    assert [(row["calls"], row["token_ids"], row["loss_mask"]) for row in rows(built)] == [
+        (["m1", "m2", "m3"], [1, 2, 3, 4, 5, 6, 12], [0, 0, 1, 0, 1, 0, 1]),
+        (["s1", "s2"], [7, 8, 9, 10, 11], [0, 0, 1, 0, 1]),
+    ]
+    assert not built.masked
+    assert (built.counts.roots, built.counts.chains) == (2, 2)
+
+
+def test_BD_04_the_try_that_a_later_call_continues_wins() -> None:
+    built = build(
+        snapshot(
+            call("a", [1, 2, 3], [4, 9]),
+            call("b", [1, 2, 3], [5, 9]),
+            call("c", [1, 2, 3, 5, 9, 6], [7, 9]),
+        ),
+        ALL_CHAINS,
+    )
+    assert rows(built) == [
+        {
+            "calls": ["b", "c"],
+            "token_ids": [1, 2, 3, 5, 9, 6, 7, 9],
+            "loss_mask": [0, 0, 0, 1, 1, 0, 1, 1],
+            "logprobs": [0.0, 0.0, 0.0, -0.1, -0.2, 0.0, -0.1, -0.2],
+        }
+    ]
+    assert built.excluded == (ExcludedCall("a", "retry_orphan", 2),)
+    assert not built.masked
+
+
+def test_BD_05_a_retried_final_call_is_settled_by_what_was_delivered() -> None:
+    built = build(
+        snapshot(
+            call("a", [1, 2, 3], [4, 9], delivered=False),
+            call("b", [1, 2, 3], [5, 9], delivered=True),
+        )
+    )
+    assert [(row["calls"], row["token_ids"], row["loss_mask"]) for row in rows(built)] == [
+        (["b"], [1, 2, 3, 5, 9], [0, 0, 0, 1, 1])
+    ]
+    assert excluded(built) == {"a": "retry_orphan"}
+    assert not built.masked
+
+
+@pytest.mark.parametrize("delivered", [(None, None), (False, False), (True, True), (False, None)])
+def test_BD_05_a_retried_final_call_that_cannot_be_settled_masks(delivered: tuple[bool | None, bool | None]) -> None:
+    a = call("a", [1, 2, 3], [4, 9], delivered=delivered[0])
+    b = call("b", [1, 2, 3], [5, 9], delivered=delivered[1])
+    for entries in ((a, b), (b, a)):
+        built = build(snapshot(*entries), ALL_CHAINS)
+        assert "unresolved_retries" in built.mask_reasons
+        assert built.trajectories == ()
+        assert excluded(built) == {"a": "unresolved_retries", "b": "unresolved_retries"}
+
+
+def test_BD_06_calls_that_ask_for_another_model_are_no_part_of_the_task() -> None:
+    built = build(
+        snapshot(
+            call("t1", [80, 81, 2], [82, 9], requested_model="small", has_tools=False),
+            call("m1", [1, 2], [3, 9]),
+            call("t2", [80, 81, 2], [83, 9], requested_model="small", has_tools=False),
+            call("m2", [1, 2, 3, 9, 4], [5, 9]),
+        ),
+        ALL_CHAINS,
+    )
+    assert [(row["calls"], row["loss_mask"]) for row in rows(built)] == [(["m1", "m2"], [0, 0, 1, 1, 0, 1, 1])]
+    assert excluded(built) == {"t1": "side_call", "t2": "side_call"}
+    assert built.counts.side_calls_excluded == 2
+    assert not built.masked
+
+
+def test_BD_06_a_lone_call_without_tools_is_the_task() -> None:
+    built = build(snapshot(call("q1", [1, 2], [3, 9], has_tools=False)))
+    assert [(row["calls"], row["loss_mask"]) for row in rows(built)] == [(["q1"], [0, 0, 1, 1])]
+    assert not built.masked
+
+
+def test_BD_08_compaction_ends_one_chain_and_starts_another() -> None:
+    entries = (
+        call("k1", [1, 2], [3, 9]),
+        call("k2", [1, 2, 3, 9, 4], [5, 9]),
+        call("sum", [1, 2, 3, 9, 4, 5, 9, 60, 61], [62, 63, 9], has_tools=False),
+        call("k3", [1, 90, 62, 63, 91], [6, 9]),
+        call("k4", [1, 90, 62, 63, 91, 6, 9, 7], [8, 9]),
+    )
+    built = build(snapshot(*entries), ALL_CHAINS)
+    assert rows(built) == [
+        {
+            "calls": ["k1", "k2", "sum"],
+            "token_ids": [1, 2, 3, 9, 4, 5, 9, 60, 61, 62, 63, 9],
+            "loss_mask": [0, 0, 1, 1, 0, 1, 1, 0, 0, 1, 1, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, 0.0, -0.1, -0.2, 0.0, 0.0, -0.1, -0.2, -0.3],
+        },
+        {
+            "calls": ["k3", "k4"],
+            "token_ids": [1, 90, 62, 63, 91, 6, 9, 7, 8, 9],
+            "loss_mask": [0, 0, 0, 0, 0, 1, 1, 0, 1, 1],
+            "logprobs": [0.0, 0.0, 0.0, 0.0, 0.0, -0.1, -0.2, 0.0, -0.1, -0.2],
+        },
+    ]
+    assert {trajectory.rollout_id for trajectory in built.trajectories} == {"r1"}
+
+    main = build(snapshot(*entries))
+    assert only(main).call_ids == ("k1", "k2", "sum")
+    assert excluded(main) == {"k3": "not_main_chain", "k4": "not_main_chain"}
+    assert main.counts.delivered_fraction == pytest.approx(7 / 11)
+
+
+def test_BD_10_a_shared_generation_is_trained_once() -> None:
+    p = call("p", [1, 2], [3, 9], parent=Root())
+    built = build(
+        snapshot(
+            p,
+            call("x", [1, 2, 3, 9, 4], [5, 9], parent=Continues("p", 4)),
+            call("y", [1, 2, 3, 9, 6], [7, 9], parent=Continues("p", 4)),
+        ),
+        ALL_CHAINS,
+    )
+    assert rows(built) == [
+        {
+            "calls": ["p", "x"],
+            "token_ids": [1, 2, 3, 9, 4, 5, 9],
+            "loss_mask": [0, 0, 1, 1, 0, 1, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, 0.0, -0.1, -0.2],
+        },
+        {
+            "calls": ["p", "y"],
+            "token_ids": [1, 2, 3, 9, 6, 7, 9],
+            "loss_mask": [0, 0, 0, 0, 0, 1, 1],
+            "logprobs": [0.0, 0.0, 0.0, 0.0, 0.0, -0.1, -0.2],
+        },
+    ]
+    assert sum(trajectory.generated_tokens for trajectory in built.trajectories) == 6
+
+
+def test_BD_11_the_same_record_twice_is_one_call() -> None:
+    c1 = call("c1", [1, 2], [3, 9], digest=digest_ids(np.array([1, 2, 3, 9], dtype=np.int32)))
+    built = build(snapshot(c1, replace(c1)))
+    assert [(row["calls"], row["loss_mask"]) for row in rows(built)] == [(["c1"], [0, 0, 1, 1])]
+    assert built.counts.n_calls == 1
+    assert not built.masked
+
+
+def test_BD_11_one_call_id_with_two_contents_masks() -> None:
+    built = build(snapshot(call("c1", [1, 2], [3, 9]), call("c1", [1, 2], [4, 9])))
+    assert built.trajectories == ()
+    assert [reason_name(reason) for reason in built.mask_reasons] == ["conflicting_call_id", "no_trainable_tokens"]
+    assert built.excluded == (ExcludedCall("c1", "conflicting_call_id", 4),)
+
+
+def test_BD_13_what_the_harness_wrote_is_prompt() -> None:
+    built = build(
+        snapshot(
+            call("c1", [1, 2], [3, 9]),
+            call("c2", [1, 2, 3, 9, 4, 50, 51, 9, 5], [6, 9]),
+        )
+    )
+    assert rows(built) == [
+        {
+            "calls": ["c1", "c2"],
+            "token_ids": [1, 2, 3, 9, 4, 50, 51, 9, 5, 6, 9],
+            "loss_mask": [0, 0, 1, 1, 0, 0, 0, 0, 0, 1, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, 0.0, 0.0, 0.0, 0.0, 0.0, -0.1, -0.2],
+        }
+    ]
+
+
+def test_BD_14_an_aborted_generation_is_not_trained() -> None:
+    built = build(
+        snapshot(
+            call("c1", [1, 2], [3, 4], finish_reason="abort"),
+            call("c1r", [1, 2], [3, 7, 9]),
+            call("c2", [1, 2, 3, 7, 9, 5], [6, 9]),
+        )
+    )
+    assert rows(built) == [
+        {
+            "calls": ["c1r", "c2"],
+            "token_ids": [1, 2, 3, 7, 9, 5, 6, 9],
+            "loss_mask": [0, 0, 1, 1, 1, 0, 1, 1],
+            "logprobs": [0.0, 0.0, -0.1, -0.2, -0.3, 0.0, -0.1, -0.2],
+        }
+    ]
+    assert built.excluded == (ExcludedCall("c1", "aborted", 2),)
+    assert not built.masked
+
+
+def test_BD_16_an_incomplete_rollout_is_kept_masked() -> None:
+    built = build(snapshot(call("c1", [1, 2], [3, 9]), incomplete=("agent_crashed",)))
+    assert built.masked
+    assert built.mask_reasons == ("agent_crashed",)
+    assert only(built).call_ids == ("c1",)
+    missing = build(snapshot())
+    assert missing.masked
+    assert missing.mask_reasons == ("no_calls",)
+    assert missing.trajectories == ()
+
+
+# --- recorded parents are verified -----------------------------------------------------------------------------
+
+
+def test_a_recorded_root_or_unresolved_decision_stands() -> None:
+    decisions: tuple[Parent, ...] = (Root(), Unresolved("ambiguous"))
+    for decision in decisions:
+        built = build(
+            snapshot(call("a", [1, 2], [3, 9], parent=Root()), call("b", [1, 2, 3, 9, 4], [5], parent=decision)),
+            ALL_CHAINS,
+        )
+        assert [(row["calls"], row["loss_mask"]) for row in rows(built)] == [
+            (["a"], [0, 0, 1, 1]),
+            (["b"], [0, 0, 0, 0, 0, 1]),
+        ]
+        assert not built.masked
+        assert built.counts.unresolved_parent_calls == isinstance(decision, Unresolved)
+
+
+@pytest.mark.parametrize(
+    ("entries", "reason"),
+    [
+        pytest.param(
+            (call("a", [1, 2], [3, 9]), call("b", [1, 2, 3, 9, 4], [5], parent=Continues("lost", 4))),
+            "absent_parent:b:parent.call_id",
+            id="absent",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3, 9], rollout_id="r2"), call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4))),
+            "foreign_parent:b:parent.call_id",
+            id="foreign",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3, 9]), call("b", [1, 2, 3, 8, 4], [5], parent=Continues("a", 4))),
+            "parent_mismatch:b:prompt_token_ids",
+            id="other ids",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3, 9]), call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 3))),
+            "parent_mismatch:b:parent.cum_len",
+            id="other length",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3], parent=Continues("b", 1)), call("b", [1], [3], parent=Continues("a", 1))),
+            "parent_cycle:a:parent.call_id",
+            id="cycle",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3], parent=Continues("a", 2)),),
+            "parent_cycle:a:parent.call_id",
+            id="own parent",
+        ),
+        pytest.param(
+            (call("a", [1], [3]), call("a", [1], [4]), call("b", [1, 3, 4], [5], parent=Continues("a", 2))),
+            "conflicting_parent:b:parent.call_id",
+            id="conflicting",
+        ),
+        pytest.param(
+            (call("a", [1, 2], [3, 9], digest="0" * 64),),
+            "digest_mismatch:a:digest",
+            id="digest",
+        ),
+    ],
+)
+def test_a_parent_that_does_not_hold_masks_and_names_call_and_field(
+    entries: tuple[TokenEntry, ...], reason: str
+) -> None:
+    built = build(snapshot(*entries), ALL_CHAINS)
+    assert built.masked
+    assert reason in built.mask_reasons
+    last = entries[-1]
+    standing = {trajectory.call_ids: trajectory for trajectory in built.trajectories}[(last.model_call_id,)]
+    assert standing.token_ids.tolist() == [*last.prompt_token_ids.tolist(), *last.generation_token_ids.tolist()]
+
+
+def test_a_delta_whose_parent_is_lost_is_quarantined_with_what_continues_it() -> None:
+    b = call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4)).as_delta()
+    c = call("c", [1, 2, 3, 9, 4, 5, 6], [7], parent=Continues("b", 6))
+    built = build(snapshot(b, c), ALL_CHAINS)
+    assert built.trajectories == ()
+    assert excluded(built) == {"b": "absent_parent", "c": "unplaced_parent"}
+    assert built.counts.quarantined_calls == 2
+    assert "absent_parent:b:parent.call_id" in built.mask_reasons
+
+
+def test_deltas_before_their_parents_give_the_same_as_whole_prompts() -> None:
+    a = call("a", [1, 2], [3, 9], parent=Root())
+    b = call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4))
+    c = call("c", [1, 2, 3, 9, 4, 5], [7], parent=Continues("b", 6))
+    for options in (ALL_CHAINS, PER_REQUEST):
+        whole = build(snapshot(a, b, c), options)
+        assert rows(build(snapshot(c.as_delta(), b.as_delta(), a), options)) == rows(whole)
+        assert not whole.masked
+
+
+def test_digests_are_checked_on_deltas() -> None:
+    a = call("a", [1, 2], [3, 9], parent=Root(), digest=digest_ids(np.array([1, 2, 3, 9], dtype=np.int32)))
+    b = call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4))
+    good = replace(b, digest=digest_ids(np.array([1, 2, 3, 9, 4, 5], dtype=np.int32)))
+    assert not build(snapshot(a, good.as_delta())).masked
+    wrong = replace(b, digest=a.digest)
+    assert build(snapshot(a, wrong.as_delta())).mask_reasons == ("digest_mismatch:b:digest",)
+
+
+def test_a_foreign_record_masks_and_is_never_trained() -> None:
+    built = build(snapshot(call("a", [1, 2], [3, 9]), call("z", [1, 2, 3, 9, 4], [5], rollout_id="r2")))
+    assert built.mask_reasons == ("foreign_record:z:rollout_id",)
+    assert only(built).call_ids == ("a",)
+    assert built.excluded == (ExcludedCall("z", "foreign_record", 1),)
+
+
+def test_problems_of_the_snapshot_mask_with_their_names() -> None:
+    problem = RecordProblem(reason="malformed_record", call_id="c2", field="generation_log_probs", detail="...")
+    built = build(snapshot(call("a", [1], [2]), problems=(problem,), incomplete=("dangling_intent:c3",)))
+    assert built.mask_reasons == ("dangling_intent:c3", "malformed_record:c2:generation_log_probs")
+
+
+# --- inference -------------------------------------------------------------------------------------------------
+
+
+def test_identical_candidates_are_quarantined() -> None:
+    built = build(
+        snapshot(
+            call("a", [1], [2, 3]),
+            call("b", [1, 2], [3]),
+            call("c", [1, 2, 3, 4], [5]),
+            call("d", [1, 2, 3, 4, 5, 6], [7]),
+        ),
+        ALL_CHAINS,
+    )
+    assert "ambiguous_parent:c:prompt_token_ids" in built.mask_reasons
+    assert excluded(built) == {"c": "ambiguous_parent", "d": "unplaced_parent"}
+    assert [row["calls"] for row in rows(built)] == [["a"], ["b"]]
+
+
+def test_an_empty_reply_is_never_taken_for_a_parent() -> None:
+    built = build(snapshot(call("e", [1, 2], []), call("r", [1, 2], [3]), call("n", [1, 2, 3, 4], [5])))
+    assert only(built).call_ids == ("r", "n")
+    assert built.excluded == (ExcludedCall("e", "empty_generation", 0),)
+    assert not built.masked
+
+
+def test_a_record_without_a_decision_continues_a_delta() -> None:
+    a = call("a", [1, 2], [3, 9], parent=Root())
+    b = call("b", [1, 2, 3, 9, 4], [5, 6], parent=Continues("a", 4)).as_delta()
+    x = call("x", [1, 2, 3, 9, 8], [5, 7, 7], parent=Continues("a", 4)).as_delta()
+    c = call("c", [1, 2, 3, 9, 4, 5, 6, 8, 8], [7])
+    built = build(snapshot(c, x, b, a), ALL_CHAINS)
+    assert [row["calls"] for row in rows(built)] == [["a", "b", "c"], ["a", "x"]]
+    assert not built.masked
+
+
+def test_checksum_collisions_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gym_capture.inference.zlib.crc32", lambda data, value=0: 0)
+    test_BD_01_the_longest_open_chain_continues()
+    test_BD_03_interleaved_sub_agent_calls_stay_two_chains()
+    test_a_record_without_a_decision_continues_a_delta()
+
+
+def test_a_thousand_whole_prompts_are_one_chain() -> None:
+    entries: list[TokenEntry] = []
+    ids: list[int] = []
+    for turn in range(1000):
+        ids += [turn % 7, 5]
+        entries.append(call(f"c{turn:04}", ids, [turn % 11]))
+        ids += [turn % 11]
+    built = build(snapshot(*reversed(entries)))
+    assert only(built).token_ids.tolist() == ids
+    assert built.counts.chains == 1
+    assert not built.masked
+
+
+# --- retries, side calls, chains -------------------------------------------------------------------------------
+
+
+def test_two_tries_that_were_both_continued_are_two_branches() -> None:
+    built = build(
+        snapshot(
+            call("a", [1], [2]),
+            call("b", [1], [3]),
+            call("o", [1], [4]),
+            call("a2", [1, 2, 5], [6]),
+            call("b2", [1, 3, 5], [6]),
+        ),
+        ALL_CHAINS,
+    )
+    assert [row["calls"] for row in rows(built)] == [["a", "a2"], ["b", "b2"]]
+    assert excluded(built) == {"o": "retry_orphan"}
+
+
+def test_a_retry_in_the_middle_is_settled_below_a_shared_parent() -> None:
+    p = call("p", [1], [2], parent=Root())
+    built = build(
+        snapshot(
+            p,
+            call("a", [1, 2, 3], [4], parent=Continues("p", 2)),
+            call("b", [1, 2, 3], [5], parent=Continues("p", 2)),
+            call("c", [1, 2, 3, 5, 6], [7], parent=Continues("b", 4)),
+        )
+    )
+    assert only(built).call_ids == ("p", "b", "c")
+    assert excluded(built) == {"a": "retry_orphan"}
+
+
+def test_an_unsettled_retry_keeps_what_came_before_it() -> None:
+    built = build(
+        snapshot(
+            call("p", [1], [2]),
+            call("a", [1, 2, 3], [4]),
+            call("b", [1, 2, 3], [5]),
+        )
+    )
+    assert only(built).call_ids == ("p",)
+    assert built.mask_reasons == ("unresolved_retries",)
+
+
+def test_an_aborted_call_that_is_continued_stays_as_prompt() -> None:
+    built = build(
+        snapshot(
+            call("a", [1], [2, 3], parent=Root(), finish_reason="abort"),
+            call("b", [1, 2, 3, 4], [5], parent=Continues("a", 3)),
+        )
+    )
+    assert rows(built) == [
+        {
+            "calls": ["a", "b"],
+            "token_ids": [1, 2, 3, 4, 5],
+            "loss_mask": [0, 0, 0, 0, 1],
+            "logprobs": [0, 0, 0, 0, -0.1],
+        }
+    ]
+    assert built.excluded == (ExcludedCall("a", "aborted", 2),)
+    assert not built.masked
+
+
+def test_a_rollout_of_side_calls_only_is_masked() -> None:
+    built = build(snapshot(call("a", [1], [2], max_tokens=1), call("b", [1, 3], [2], max_tokens=1)))
+    assert built.mask_reasons == ("all_side_calls",)
+    assert built.counts.side_calls_excluded == 2
+    assert built.trajectories == ()
+
+
+def test_a_rollout_without_generated_ids_is_masked() -> None:
+    built = build(snapshot(call("a", [1], [])))
+    assert built.mask_reasons == ("no_trainable_tokens",)
+    assert built.counts.delivered_fraction == 0.0
+
+
+def test_side_call_rules_are_the_callers() -> None:
+    entries = (call("a", [1], [2, 3]), call("t", [7], [8], requested_model="vendor-mini-1"))
+    keep = BuildOptions(delivery="all_chains", side_calls=SideCallRules(self_calibrate=False))
+    assert len(build(snapshot(*entries), keep).trajectories) == 2
+    named = BuildOptions(
+        delivery="all_chains", side_calls=SideCallRules(self_calibrate=False, model_patterns=("*-mini-*",))
+    )
+    assert excluded(build(snapshot(*entries), named)) == {"t": "side_call"}
+
+
+def test_the_main_chain_is_the_one_that_generated_most_over_all_roots() -> None:
+    built = build(
+        snapshot(
+            call("a-first-root", [1], [2, 3]),
+            call("b", [5], [6, 7]),
+            call("c", [5, 6, 7, 8], [9]),
+        )
+    )
+    assert only(built).call_ids == ("b", "c")
+    assert only(built).is_main
+    assert built.counts.excluded_tokens == {"not_main_chain": 2}
+
+
+def test_equal_chains_are_told_apart_by_the_id_of_their_last_call() -> None:
+    entries = (call("a", [1], [2, 3]), call("b", [5], [6, 7]))
+    assert only(build(snapshot(*entries))).call_ids == ("a",)
+    assert only(build(snapshot(*reversed(entries)))).call_ids == ("a",)
+
+
+def test_per_request_gives_one_sequence_for_each_call() -> None:
+    entries = (call("a", [1, 2], [3, 9]), call("b", [1, 2, 3, 9, 4], [5]), call("z", [8], [9]))
+    assert [
+        (row["calls"], row["token_ids"], row["loss_mask"]) for row in rows(build(snapshot(*entries), PER_REQUEST))
+    ] == [
+        (["a"], [1, 2, 3, 9], [0, 0, 1, 1]),
+        (["b"], [1, 2, 3, 9, 4, 5], [0, 0, 0, 0, 0, 1]),
+        (["z"], [8, 9], [0, 1]),
+    ]
+    main = build(snapshot(*entries), BuildOptions(strategy="per_request"))
+    assert [trajectory.call_ids for trajectory in main.trajectories] == [("a",), ("b",)]
+    assert main.counts.excluded_tokens == {"not_main_chain": 1}
+
+
+# --- what rides along ------------------------------------------------------------------------------------------
+
+
+def test_spans_split_where_the_weights_changed() -> None:
+    built = build(
+        snapshot(
+            call("a", [1, 2], [3, 4, 5], weight_versions=(WeightSpan(0, 2, "7"), WeightSpan(2, 3, "8"))),
+            call("b", [1, 2, 3, 4, 5, 6], [7]),
+        )
+    )
+    assert [(span.start, span.end, span.call_id, span.weight_version) for span in only(built).spans] == [
+        (2, 4, "a", "7"),
+        (4, 5, "a", "8"),
+        (6, 7, "b", None),
+    ]
+
+
+def experts(rows: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.int16]]:
+    """[rows, 2, 1], row t holding t + first."""
+    return np.repeat(np.arange(first, first + rows, dtype=np.int16), 2).reshape(rows, 2, 1)
+
+
+def test_routed_experts_come_from_the_call_that_first_ran_each_id() -> None:
+    a = call("a", [1, 2], [3, 9], parent=Root(), routed_experts=experts(3))
+    b = call("b", [1, 2, 3, 9, 4], [5, 6], parent=Continues("a", 4), routed_experts=experts(6, first=100))
+    for entry in (b, b.as_delta()):
+        merged = only(build(snapshot(a, entry)))
+        assert merged.routed_experts is not None
+        # Ids 0 to 2 were run by a, which sampled id 3 last; b ran the rest, but not the id it sampled last.
+        assert merged.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 103, 104, 105]
+        of_b = build(snapshot(a, entry), PER_REQUEST).trajectories[1]
+        assert of_b.routed_experts is not None
+        assert of_b.routed_experts[:, 0, 0].tolist() == [100, 101, 102, 103, 104, 105]
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"routed_experts": experts(2)}, "misaligned_rows:a:routed_experts"),
+        ({"routed_experts": np.zeros((3, 2))}, "misaligned_rows:a:routed_experts"),
+        ({"sampling_mask": np.zeros((1, 4))}, "misaligned_rows:a:sampling_mask"),
+        ({"sampling_mask": np.array(True)}, "misaligned_rows:a:sampling_mask"),
+        ({"routed_experts": experts(3)}, "uneven_rows:b:routed_experts"),
+        ({"sampling_mask": np.zeros((2, 4))}, "uneven_rows:b:sampling_mask"),
+    ],
+)
+def test_arrays_that_do_not_align_mask(fields: dict[str, Any], reason: str) -> None:
+    built = build(snapshot(call("a", [1, 2], [3, 9], **fields), call("b", [1, 2, 3, 9, 4], [5])))
+    assert reason in built.mask_reasons
+    assert only(built).routed_experts is None
+    assert only(built).sampling_mask is None
+
+
+def test_sampling_masks_have_a_row_for_each_trained_id() -> None:
+    a = call("a", [1, 2], [3, 9], sampling_mask=np.array([[1, 0], [0, 1]]))
+    b = call("b", [1, 2, 3, 9, 4], [5], sampling_mask=np.array([[1, 1]]))
+    trajectory = only(build(snapshot(a, b)))
+    assert trajectory.sampling_mask is not None
+    assert trajectory.sampling_mask.tolist() == [[1, 0], [0, 1], [1, 1]]
+
+
+def test_ids_outside_the_vocabulary_mask() -> None:
+    entries = (call("a", [1, 2], [3, 9]), call("b", [1, 2, 3, 9, 40], [5]))
+    assert not build(snapshot(*entries), BuildOptions(vocab_size=41)).masked
+    assert build(snapshot(*entries), BuildOptions(vocab_size=40)).mask_reasons == (
+        "out_of_vocabulary:b:prompt_token_ids",
+    )
+
+
+# --- the account -----------------------------------------------------------------------------------------------
+
+
+def test_links_that_were_eligible_and_that_hold_are_counted() -> None:
+    built = build(
+        snapshot(
+            call("a", [1], [2], parent=Root()),
+            call("b", [1, 2, 3], [4], parent=Continues("a", 2), prefix_requested=True, prefix_supplied=True),
+            call("c", [1, 2, 8, 4, 5], [6], parent=Unresolved("render_mismatch"), prefix_requested=True),
+        )
+    )
+    assert (built.counts.eligible_links, built.counts.contiguous_links) == (2, 1)
+
+
+def test_whether_a_reply_arrived_may_be_learned_later() -> None:
+    first = call("a", [1, 2, 3], [4, 9])
+    other = call("b", [1, 2, 3], [5, 9], delivered=False)
+    built = build(snapshot(first, replace(first, delivered=True), other))
+    assert only(built).call_ids == ("a",)
+    assert not built.masked
+
+
+def test_results_are_read_only() -> None:
+    trajectory = only(build(snapshot(call("a", [1], [2]))))
+    for array in (trajectory.token_ids, trajectory.loss_mask, trajectory.log_probs):
+        assert not array.flags.writeable
