@@ -39,7 +39,7 @@ class Command(NamedTuple):
 
 COMMANDS: tuple[Command, ...] = (
     # Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
-    # Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
+    Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
     Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
 )
 

@@ -1,0 +1,185 @@
+"""`gym-capture rollouts run`: plays a rollout job against a served graph, from a process on its Ray cluster.
+
+Invariant: the job needs the cluster, because what an earlier attempt of a rollout left must be cleared before the
+rollout is dispatched again - two attempts under one id would be stitched into one conversation.
+
+Flow: tasks from a file or generated -> `RolloutJob` with a progress bar -> one line for each rollout in
+`OUT/rollouts.jsonl`. Started again with the same `--out` it plays only what has no line yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gym_capture.errors import ConfigError
+from gym_capture.imports import load
+
+if TYPE_CHECKING:
+    from gym_capture.rollouts.environment import Task
+    from gym_capture.rollouts.job import JobSummary
+    from gym_capture.rollouts.ledger import RolloutRow
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """Run rollout jobs against a served policy."""
+
+
+@app.command("run")
+def run(
+    out: Annotated[Path, typer.Option(help="The job's directory. A job that was interrupted is resumed in it.")],
+    url: Annotated[str, typer.Option(help="Where the graph is served.")] = "http://127.0.0.1:8000",
+    tasks_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--tasks", help='Tasks, one a line: {"task_id": ..., "data": {...}}.', exists=True, dir_okay=False
+        ),
+    ] = None,
+    generate: Annotated[
+        int, typer.Option(min=1, help="Without --tasks: how many tasks the environment generates.")
+    ] = 4,
+    seed: Annotated[int, typer.Option(help="Of the generated tasks.")] = 0,
+    environment: Annotated[
+        str, typer.Option(help="Import path of the environment's factory.")
+    ] = "gym_capture.rollouts.environment:Register",
+    job_id: Annotated[str | None, typer.Option(help="First part of rollout ids; by default the name of OUT.")] = None,
+    model: Annotated[str, typer.Option(help="The model name to ask for.")] = "policy",
+    samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 4,
+    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
+    max_attempts: Annotated[int, typer.Option(min=1, help="Attempts at a rollout before it counts as failed.")] = 3,
+    max_calls: Annotated[int, typer.Option(min=1, help="Model calls of a rollout at most.")] = 3,
+    forced_calls: Annotated[int, typer.Option(min=0, help="The first calls that must be tool calls.")] = 2,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of a call at most.")] = 48,
+    call_timeout_s: Annotated[float, typer.Option(help="Seconds that a model call may take.")] = 120.0,
+    rollout_timeout_s: Annotated[float, typer.Option(help="Seconds that a rollout may take, once started.")] = 600.0,
+    ray_address: Annotated[str, typer.Option(help="The Ray cluster that the graph runs on.")] = "auto",
+    namespace: Annotated[str, typer.Option(help="Ray namespace of the graph's state actors.")] = "gym-capture",
+) -> None:
+    """Play tasks x samples with a tool-calling agent over HTTP.
+
+    Writes one line for each rollout to OUT/rollouts.jsonl and one for each failed attempt to OUT/failures.jsonl.
+    Exits with 1 if rollouts failed for good.
+    """
+    from gym_capture.rollouts.harness import ToolLoopOptions
+    from gym_capture.rollouts.job import JobOptions
+    from gym_capture.rollouts.tool_agent import run_tool_agent
+
+    make_environment = load(environment)
+    tasks = read_tasks(tasks_file) if tasks_file else make_environment.tasks(generate, seed=seed)
+    job = JobOptions(
+        job_id=job_id or out.resolve().name,
+        samples=samples,
+        concurrency=concurrency,
+        max_attempts=max_attempts,
+        rollout_timeout_s=rollout_timeout_s,
+    )
+    loop = ToolLoopOptions(
+        model=model,
+        max_calls=max_calls,
+        forced_calls=forced_calls,
+        max_tokens=max_tokens,
+        call_timeout_s=call_timeout_s,
+    )
+    clear = _clearing(ray_address, namespace)
+    console = Console(stderr=True)
+
+    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
+        return asyncio.run(
+            run_tool_agent(
+                url=url,
+                tasks=tasks,
+                make_environment=make_environment,
+                job=job,
+                loop=loop,
+                clear=clear,
+                directory=out,
+                on_row=on_row,
+            )
+        )
+
+    summary = with_progress(play, total=len(tasks) * samples, console=console)
+    console.print(summarized(summary), highlight=False)
+    if summary.failed:
+        raise typer.Exit(1)
+
+
+def with_progress(
+    play: Callable[[Callable[[RolloutRow], None]], JobSummary], *, total: int, console: Console
+) -> JobSummary:
+    """Runs `play` under a progress bar that shows the mean reward so far and what failed."""
+    finished, failed, rewards = 0, 0, 0.0
+    columns = (
+        SpinnerColumn(finished_text="[green]✓"),
+        TextColumn("rollouts"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        bar = progress.add_task("", total=total)
+
+        def on_row(row: RolloutRow) -> None:
+            nonlocal finished, failed, rewards
+            if row.status == "finished":
+                finished, rewards = finished + 1, rewards + row.reward
+            else:
+                failed += 1
+            mean = f"mean reward {rewards / finished:.3f}" if finished else ""
+            progress.update(bar, advance=1, description=mean + (f", [red]{failed} failed" if failed else ""))
+
+        summary = play(on_row)
+        progress.update(bar, completed=len(summary.rows))
+        return summary
+
+
+def summarized(summary: JobSummary) -> str:
+    """One line on how a job ended."""
+    parts = [f"{summary.finished} of {len(summary.rows)} rollouts finished"]
+    if summary.resumed:
+        parts.append(f"{summary.resumed} of them before")
+    if summary.failures:
+        reasons = ", ".join(f"{reason} {count}x" for reason, count in summary.failures.most_common())
+        parts.append(f"failed attempts: {reasons}")
+    return "; ".join(parts)
+
+
+def read_tasks(path: Path) -> list[Task]:
+    """Tasks from lines of JSON. Raises `ConfigError`, naming the line."""
+    from gym_capture.rollouts.environment import Task
+
+    tasks = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            found = json.loads(line)
+            tasks.append(Task(str(found["task_id"]), found.get("data", {})))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path}, line {number}: not a task: {type(error).__name__}: {error}") from None
+    if not tasks:
+        raise ConfigError(f"{path}: there are no tasks in it")
+    return tasks
+
+
+def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:
+    """What makes the graph's state actors forget a rollout."""
+    import ray
+
+    from gym_capture.serving.state import connect
+
+    try:
+        ray.init(address=ray_address, namespace=namespace, log_to_driver=False, logging_level="warning")
+    except ConnectionError as error:
+        raise ConfigError(f"no Ray cluster at {ray_address!r}: run this on the cluster that serves ({error})") from None
+    return connect(namespace=namespace).clear

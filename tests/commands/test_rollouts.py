@@ -1,0 +1,74 @@
+"""Tasks from a file, and the line that a job ends with."""
+
+from __future__ import annotations
+
+import io
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gym_capture.commands.rollouts import read_tasks, summarized, with_progress
+from gym_capture.errors import ConfigError
+from gym_capture.rollouts.environment import Task
+from gym_capture.rollouts.job import JobSummary
+from gym_capture.rollouts.ledger import RolloutRow
+
+
+def row(sample: int, *, failed: bool = False) -> RolloutRow:
+    return RolloutRow(
+        rollout_id=f"j.t.{sample}",
+        task_id="t",
+        group_id="t",
+        sample=sample,
+        status="failed" if failed else "finished",
+        reward=0.0 if failed else 0.5,
+        n_calls=3,
+        attempts=1,
+        error="connection" if failed else None,
+        started_at=0.0,
+        wall_s=1.0,
+    )
+
+
+def test_tasks_are_read_from_lines(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text('{"task_id": "a", "data": {"start": 1}}\n\n{"task_id": "b"}\n')
+    assert read_tasks(path) == [Task("a", {"start": 1}), Task("b")]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '"text"', '{"data": {}}', "1"])
+def test_a_line_that_is_no_task_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text(f'{{"task_id": "a"}}\n{line}\n')
+    with pytest.raises(ConfigError, match=r"tasks\.jsonl, line 2: not a task"):
+        read_tasks(path)
+
+
+def test_a_file_without_tasks_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n")
+    with pytest.raises(ConfigError, match="no tasks"):
+        read_tasks(path)
+
+
+def test_the_bar_shows_the_mean_reward_and_what_failed() -> None:
+    rows = (row(0), row(1, failed=True), row(2))
+
+    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
+        for each in rows:
+            on_row(each)
+        return JobSummary(rows, resumed=0, failures=Counter(connection=3))
+
+    output = io.StringIO()
+    summary = with_progress(play, total=3, console=Console(file=output, width=120))
+    assert "3/3 mean reward 0.500, 1 failed" in output.getvalue()
+    assert summarized(summary) == "2 of 3 rollouts finished; failed attempts: connection 3x"
+
+
+def test_a_resumed_job_says_so() -> None:
+    assert summarized(JobSummary((row(0), row(1)), resumed=1, failures=Counter())) == (
+        "2 of 2 rollouts finished; 1 of them before"
+    )
