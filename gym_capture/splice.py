@@ -16,6 +16,7 @@ tail. A turn that was cut short costs two renderings more.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
@@ -74,15 +75,51 @@ def splice(
     `turn`: which assistant turn of the conversation, from 0, that call generated.
     """
     protected = protect(template, conversation)
-    marked = _Marked(template, protected, turn)
+    parent = _parent_turn(protected.conversation, turn)
+    given = _continue(template, protected, parent, parent_ids)
+    if isinstance(given, Spliced) or not parent.item.tool_calls:
+        return given
+    if given.reason == "turn_lost":
+        # A template that knows no tool calls leaves them out. What follows the turn is the same.
+        other = _continue(template, protected, parent._replace(mark_call=False), parent_ids)
+    elif given.reason == "old_item_moved":
+        # Some write a turn's text behind the results of its calls. The parent's ids have it where it was said.
+        other = _continue(template, protected, parent._replace(item=parent.item._replace(text="")), parent_ids)
+    else:
+        return given
+    return other if isinstance(other, Spliced) else given
+
+
+class _ParentTurn(NamedTuple):
+    """The turn that the parent generated."""
+
+    at: int
+    """Its position among the conversation's items."""
+    item: AssistantTurn
+    mark_call: bool
+    """Whether the last thing it has is a tool call, and marked as such."""
+
+
+def _parent_turn(conversation: Conversation, turn: int) -> _ParentTurn:
+    turns = [(n, item) for n, item in enumerate(conversation.items) if isinstance(item, AssistantTurn)]
+    at, item = turns[turn]
+    return _ParentTurn(at, item, mark_call=bool(item.tool_calls))
+
+
+def _continue(
+    template: ChatTemplate, protected: Protected, parent: _ParentTurn, parent_ids: IdArray
+) -> Spliced | NotSpliced:
+    request = Conversation(
+        _with_item(protected.conversation.items, parent.at, parent.item), protected.conversation.tools
+    )
+    marked = _Marked(template, request, parent, nonce=protected.nonce)
     try:
-        plain = template.render(protected.conversation, add_generation_prompt=True)
-        after = marked.after_turn(len(conversation.items), add_generation_prompt=True)
+        plain = template.render(request, add_generation_prompt=True)
+        after = marked.after_turn(len(request.items), add_generation_prompt=True)
     except TemplateError as error:
         return NotSpliced("template_refuses", str(error))
     if isinstance(after, NotSpliced):
         return after
-
     seam = _find_seam(marked, after.head, parent_ids)
     if seam is None:
         return NotSpliced("close_unknown", f"the parent's ids end with {template.decode(parent_ids[-8:])!r}")
@@ -90,8 +127,8 @@ def splice(
     if not plain.endswith(tail):
         return NotSpliced("tail_differs")
     tail_ids = _encode_after(parent_ids, tail, template, protected)
-    added = _encode_after(parent_ids, tail[: seam.end_of_close - seam.start], template, protected).size
-    return Spliced(np.concatenate((parent_ids, tail_ids), dtype=np.int32), added)
+    close_ids = _encode_after(parent_ids, tail[: seam.end_of_close - seam.start], template, protected)
+    return Spliced(np.concatenate((parent_ids, tail_ids), dtype=np.int32), added_close=close_ids.size)
 
 
 # --- what the template writes after the turn ---------------------------------------------------------------------
@@ -108,17 +145,13 @@ class _After(NamedTuple):
 class _Marked:
     """The request with marks in it: `_TURN` where the parent's turn ends, n >= 0 in item n, and below -1 in tools."""
 
-    def __init__(self, template: ChatTemplate, protected: Protected, turn: int) -> None:
-        conversation = protected.conversation
-        turns = [(n, item) for n, item in enumerate(conversation.items) if isinstance(item, AssistantTurn)]
+    def __init__(self, template: ChatTemplate, request: Conversation, parent: _ParentTurn, *, nonce: str) -> None:
         self.template = template
-        self.at, item = turns[turn]
-        self.has_calls = bool(item.tool_calls)
-        self._nonce = protected.nonce
-        items = [self._mark_item(item, n) for n, item in enumerate(conversation.items)]
-        items[self.at] = self._end_mark(item)
-        tools = [self._mark_tool(tool, -2 - n) for n, tool in enumerate(conversation.tools)]
-        self._conversation = Conversation(tuple(items), tuple(tools))
+        self.parent = parent
+        self._nonce = nonce
+        items = [item._replace(text=self._mark_text(item, n)) for n, item in enumerate(request.items)]
+        tools = [self._mark_tool(tool, -2 - n) for n, tool in enumerate(request.tools)]
+        self._conversation = Conversation(_with_item(items, parent.at, self._mark_end()), tuple(tools))
 
     def after_turn(self, n_items: int, *, add_generation_prompt: bool) -> _After | NotSpliced:
         """What the template writes after the turn when the conversation is its first `n_items` items."""
@@ -130,46 +163,52 @@ class _Marked:
         ends = marks.pop(_TURN, [])
         if len(ends) != 1:
             return NotSpliced("turn_repeated" if ends else "turn_lost")
-        start = ends[0].end()
+        start, at = ends[0].end(), self.parent.at
         for n, found in marks.items():
-            if n < self.at and found[-1].start() > start:
+            if n <= at and found[-1].start() > start:
                 return NotSpliced("old_item_moved", f"item {n}" if n >= 0 else "tools")
-            if n > self.at and found[0].start() < start:
+            if n > at and found[0].start() < start:
                 return NotSpliced("new_item_moved", f"item {n}")
-        for n in range(self.at + 1, n_items):
+        for n in range(at + 1, n_items):
             if n not in marks and _markable(self._conversation.items[n]):
                 return NotSpliced("new_item_lost", f"item {n}")
-        new = [found[0].start() for n, found in marks.items() if n > self.at]
+        new = [found[0].start() for n, found in marks.items() if n > at]
         middle = min(new, default=len(text))
         return _After(text[start:middle], re.sub(f"{self._nonce}M-?\\d+Z", "", text[middle:]))
 
     def _mark(self, number: int) -> str:
         return f"{self._nonce}M{number}Z"
 
-    def _end_mark(self, turn: AssistantTurn) -> AssistantTurn:
+    def _mark_end(self) -> AssistantTurn:
         """The turn keeps its shape. Its last call's arguments are not needed: they stand before the mark."""
-        if not turn.tool_calls:
+        at, turn, mark_call = self.parent
+        if not mark_call:
             return turn._replace(text=turn.text + self._mark(_TURN))
-        last = turn.tool_calls[-1]._replace(arguments=f'{{"value":"{self._mark(_TURN)}"}}')
-        return turn._replace(tool_calls=(*turn.tool_calls[:-1], last))
+        *others, last = turn.tool_calls
+        ended = last._replace(arguments=f'{{"value":"{self._mark(_TURN)}"}}')
+        return turn._replace(text=self._mark_text(turn, at), tool_calls=(*others, ended))
 
-    def _mark_item(self, item: Item, number: int) -> Item:
+    def _mark_text(self, item: Item, number: int) -> str:
         """The mark goes to the middle, since templates look at how texts begin and end, and trim them there.
 
         In an assistant's text it goes to the end: templates cut thinking off its beginning.
         """
-        if not _markable(item):
-            return item
         text = item.text
+        if not _markable(item):
+            return text
         end = len(text.rstrip())
         if not isinstance(item, AssistantTurn):
             begin = end - len(text[:end].lstrip())
             space = re.compile(r"\s").search(text, (begin + end) // 2, end)
             end = space.start() if space else end
-        return item._replace(text=text[:end] + self._mark(number) + text[end:])
+        return text[:end] + self._mark(number) + text[end:]
 
     def _mark_tool(self, tool: Tool, number: int) -> Tool:
         return tool._replace(description=tool.description + self._mark(number))
+
+
+def _with_item(items: Sequence[Item], at: int, item: Item) -> tuple[Item, ...]:
+    return (*items[:at], item, *items[at + 1 :])
 
 
 def _markable(item: Item) -> bool:
@@ -200,13 +239,10 @@ def _find_seam(marked: _Marked, head: str, parent_ids: IdArray) -> _Seam | None:
             close = _close(marked, pieces)
             return None if close is None else _Seam(close.end_of_close, close.end_of_close)
     close = _close(marked, pieces)
-    closing = pieces[0] if pieces and pieces[0] not in template.special_tokens else ""
-    start = _overlap(
-        _trailing_text(template, parent_ids, len(closing)),
-        closing,
-        all_closes=marked.has_calls and len(pieces) > 1,
-    )
-    if start == 0 and marked.has_calls:
+    text = pieces[0] if pieces and pieces[0] not in template.special_tokens else ""
+    written = _trailing_text(template, parent_ids, len(text))
+    start = _overlap(written, text, is_closing=marked.parent.mark_call and len(pieces) > 1)
+    if start == 0 and marked.parent.mark_call:
         # Nothing tells how the model itself closed its call: whatever it wrote stands, and only the turn is closed.
         if close is None:
             return None
@@ -233,18 +269,19 @@ def _trailing_text(template: ChatTemplate, ids: IdArray, length: int) -> str:
     return pieces[-1] if pieces and pieces[-1] not in template.special_tokens else ""
 
 
-def _overlap(written: str, closing: str, *, all_closes: bool) -> int:
-    """How many characters of `closing`, plain text that follows what a turn says, `written` already ends with.
+def _overlap(written: str, text: str, *, is_closing: bool) -> int:
+    """How many characters of `text`, which follows the turn's mark, are already there: what `written` ends with.
 
-    `all_closes`: none of it opens what comes next, so its last word shows that it was written in full, if perhaps
-    with other whitespace.
+    `is_closing`: all of it closes the turn, so its last word shows that it was written in full, if perhaps with other
+    whitespace.
     """
-    words = closing.split()
-    if all_closes and words and written.rstrip().endswith(words[-1]):
-        return len(closing)
-    for length in range(len(closing), 0, -1):
-        if written.endswith(closing[:length]) and not closing[:length].isspace():
-            return length
+    words = text.split()
+    if is_closing and words and written.rstrip().endswith(words[-1]):
+        return len(text)
+    quote = text.startswith('"')  # of the mark, which stands for a JSON string; a number has none
+    for end in range(len(text), quote, -1):
+        if written.endswith(text[quote:end]) and not text[quote:end].isspace():
+            return end
     return 0
 
 
@@ -256,8 +293,8 @@ def _close(marked: _Marked, pieces: list[str]) -> _Seam | None:
     """
     template = marked.template
     try:
-        last = marked.after_turn(marked.at + 1, add_generation_prompt=False)
-        prompted = marked.after_turn(marked.at + 1, add_generation_prompt=True)
+        last = marked.after_turn(marked.parent.at + 1, add_generation_prompt=False)
+        prompted = marked.after_turn(marked.parent.at + 1, add_generation_prompt=True)
     except TemplateError:
         return None
     if isinstance(last, NotSpliced) or isinstance(prompted, NotSpliced):

@@ -49,6 +49,10 @@ class _Habits:
     """A system message may stand anywhere; else only first, and later ones are written as user messages."""
     short_call_ids: bool = False
     """Tool-call ids must be nine letters or digits."""
+    text_arguments: bool = False
+    """A call's arguments are JSON text, not an object."""
+    thinking: bool = False
+    """Reasoning is read from `thinking` alone - and not beside both text and calls."""
 
 
 class HfChatTemplate:
@@ -158,38 +162,46 @@ class HfChatTemplate:
         user, reply, later = new_nonce(), new_nonce(), new_nonce()
         plain = (Message("user", user), AssistantTurn(reply), Message("user", later))
         in_parts = replace(habits, content_parts=True)
-        if not self._writes(plain, habits) and self._writes(plain, in_parts):
+        if not self._writes(user, plain, habits) and self._writes(user, plain, in_parts):
             habits = in_parts
         inline = (*plain[:2], Message("system", later), plain[2])
         habits = replace(habits, inline_system=not self._refuses(inline, habits))
-        call = ToolCall("call_0123456789", "probe", "{}")
+        call = ToolCall("call_0123456789", "probe", '{"value":"word"}')
         with_call = (plain[0], AssistantTurn(tool_calls=(call,)), ToolResult(call.id, reply))
-        short = replace(habits, short_call_ids=True)
-        if self._refuses(with_call, habits) and not self._refuses(with_call, short):
-            habits = short
+        variants = (replace(habits, short_call_ids=True), replace(habits, text_arguments=True))
+        if self._refuses(with_call, habits):
+            habits = next((variant for variant in variants if not self._refuses(with_call, variant)), habits)
+        thought = (plain[0], AssistantTurn(reply, reasoning=later))
+        with_thinking = replace(habits, thinking=True)
+        if self._writes(later, thought, with_thinking) and not self._writes(later, thought, habits):
+            habits = with_thinking
         return habits
 
     def _probe_closes(self) -> set[str]:
         """The control tokens that the template ends a last turn with."""
         word = new_nonce()
         call = ToolCall("call_0", "probe", json.dumps({"value": word}))
-        closes = set()
-        for turn in (AssistantTurn(word), AssistantTurn(tool_calls=(call,))):
-            conversation = Conversation((Message("user", "probe"), turn), (_PROBE_TOOL,))
-            try:
-                text = self.render(conversation, add_generation_prompt=False)
-            except TemplateError:
-                continue
-            after = split_controls(self.special_tokens, text.rpartition(word)[2])
-            closes.update([piece for piece in after if piece in self.special_tokens][-1:])
-        return closes
+        text, with_call = (
+            self._controls_after(word, turn) for turn in (AssistantTurn(word), AssistantTurn(tool_calls=(call,)))
+        )
+        # Some write the end of the whole text after the end of the turn. A call has closings of its own before both.
+        return {*text[:1], *text[-1:], *with_call[-1:]}
 
-    def _writes(self, items: Sequence[Item], habits: _Habits) -> bool:
+    def _controls_after(self, word: str, turn: AssistantTurn) -> list[str]:
+        conversation = Conversation((Message("user", "probe"), turn), (_PROBE_TOOL,))
         try:
-            text = self._render(Conversation(tuple(items)), habits, add_generation_prompt=True)
+            text = self.render(conversation, add_generation_prompt=False)
+        except TemplateError:
+            return []
+        _, found, after = text.rpartition(word)
+        pieces = split_controls(self.special_tokens, after) if found else []
+        return [piece for piece in pieces if piece in self.special_tokens]
+
+    def _writes(self, word: str, items: Sequence[Item], habits: _Habits) -> bool:
+        try:
+            return word in self._render(Conversation(tuple(items)), habits, add_generation_prompt=False)
         except TemplateError:
             return False
-        return all(text.count(item.text) == 1 for item in items)
 
     def _refuses(self, items: Sequence[Item], habits: _Habits) -> bool:
         try:
@@ -207,33 +219,24 @@ _PROBE_TOOL: Final = Tool(
 def _to_messages(items: Sequence[Item], habits: _Habits) -> list[HfMessage]:
     names = {call.id: call.name for item in items if isinstance(item, AssistantTurn) for call in item.tool_calls}
     content: Callable[[str], Any] = _as_parts if habits.content_parts else str
-    call_id = _short_id if habits.short_call_ids else str
-    leading = _n_leading_system(items)
+    call_id: Callable[[str], str] = _short_id if habits.short_call_ids else str
+    n_leading = _n_leading_system(items)
     messages: list[HfMessage] = []
-    for role, text in _leading_messages(items[:leading], habits):
+    for role, text in _leading_messages(items[:n_leading], habits):
         messages.append({"role": role, "content": content(text)})
-    for item in items[leading:]:
+    for item in items[n_leading:]:
         match item:
             case Message(role, text):
-                if role == "developer" and not habits.developer_role:
-                    role = "system"
-                if role == "system" and not habits.inline_system:
-                    role = "user"
-                messages.append({"role": role, "content": content(text)})
+                messages.append({"role": _later_role(role, habits), "content": content(text)})
             case AssistantTurn(text, calls, reasoning):
                 message: HfMessage = {"role": "assistant", "content": content(text)}
                 if reasoning:
                     # Templates of this and that time read this and that name.
                     message |= {"reasoning": reasoning, "reasoning_content": reasoning}
+                    if habits.thinking and not (text and calls):
+                        message["thinking"] = reasoning
                 if calls:
-                    message["tool_calls"] = [
-                        {
-                            "id": call_id(call.id),
-                            "type": "function",
-                            "function": {"name": call.name, "arguments": _arguments(call.arguments)},
-                        }
-                        for call in calls
-                    ]
+                    message["tool_calls"] = [_call(call, call_id(call.id), habits) for call in calls]
                 messages.append(message)
             case ToolResult(of, text):
                 # Always a string: templates that take parts elsewhere do not take them here.
@@ -242,6 +245,18 @@ def _to_messages(items: Sequence[Item], habits: _Habits) -> list[HfMessage]:
                     result["name"] = names[of]
                 messages.append(result)
     return messages
+
+
+def _call(call: ToolCall, call_id: str, habits: _Habits) -> dict[str, Any]:
+    value = _arguments(call.arguments)
+    arguments = json.dumps(value, ensure_ascii=False) if habits.text_arguments else value
+    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
+
+
+def _later_role(role: str, habits: _Habits) -> str:
+    if role == "developer" and not habits.developer_role:
+        role = "system"
+    return "user" if role == "system" and not habits.inline_system else role
 
 
 def _n_leading_system(items: Sequence[Item]) -> int:

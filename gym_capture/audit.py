@@ -1,0 +1,160 @@
+"""Which turns of a chat template can be continued from their exact ids: a dry run of the splice, shape by shape.
+
+Invariant: a cell says what was checked on ids, not what the template looks like. `exact`: the spliced prompt is the
+parent's ids, and equals the template's own rendering of the whole conversation id for id. `holds`: it starts with
+the parent's ids and goes on with the template's own words, but the template writes that turn's history in another way
+than the model sampled it (it strips thinking, say), so there is nothing to be equal to. `hole`: the splice gave up.
+
+Flow: a shape is an assistant turn, and what comes after it -> its generated ids are what the template itself writes
+for it, up to and with its stop token -> `splice` the request that follows -> compare with `full_prompt`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+import numpy as np
+
+from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.splice import NotSpliced, full_prompt, splice
+from gym_capture.template import ChatTemplate, TemplateError, split_controls
+
+Verdict: TypeAlias = Literal["exact", "holds", "hole", "refused"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """What became of one shape under one template."""
+
+    verdict: Verdict
+    """`refused`: the template does not render such a turn at all."""
+    detail: str = ""
+    """Of a hole: the splice's named reason. Of a refusal: what the template said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """An assistant turn as a client echoes it, how its generation ended, and what comes next."""
+
+    name: str
+    turn: AssistantTurn
+    next: tuple[Item, ...]
+    ending: Literal["stop", "cut"] = "stop"
+    """stop: the model sampled its stop token. cut: it did not get to."""
+    unsaid: str = ""
+    """What the model sampled after the turn's text and the client never saw: a stop string."""
+
+
+_TOOLS: Final = (
+    Tool(
+        "get_weather",
+        "Looks up the weather of a city.",
+        '{"properties":{"city":{"description":"Name of the city.","type":"string"},'
+        '"days":{"description":"How far ahead.","type":"integer"}},"required":["city"],"type":"object"}',
+    ),
+    Tool("list_files", "Lists the files of a folder.", '{"properties":{"path":{"type":"string"}},"type":"object"}'),
+)
+_CALLS: Final = (
+    ToolCall("call00001", "get_weather", '{"city": "Bergen", "days": 2}'),
+    ToolCall("call00002", "list_files", '{"path": "/tmp/notes"}'),
+)
+_RESULTS: Final = (
+    ToolResult("call00001", '{"sky": "rain", "degrees": 9}'),
+    ToolResult("call00002", "forecast.txt\n\nplan.md\n"),
+)
+_ASK: Final = Message("user", "  Thanks! What should I pack, then?\n")
+_TEXT: Final = "Rain is likely.\n\nTake a coat: it is 9 °C."
+_REASONING: Final = "The user wants the weather.\nI should be brief."
+
+SHAPES: Final = (
+    Shape("text", AssistantTurn(_TEXT), (_ASK,)),
+    Shape("tool call", AssistantTurn(tool_calls=_CALLS[:1]), _RESULTS[:1]),
+    Shape("text + tool call", AssistantTurn("Let me look.", _CALLS[:1]), _RESULTS[:1]),
+    Shape("parallel calls", AssistantTurn(tool_calls=_CALLS), _RESULTS),
+    Shape("reasoning + text", AssistantTurn(_TEXT, reasoning=_REASONING), (_ASK,)),
+    Shape("reasoning + call", AssistantTurn(tool_calls=_CALLS[:1], reasoning=_REASONING), _RESULTS[:1]),
+    Shape("length cut", AssistantTurn(_TEXT + " And an umbr"), (_ASK,), "cut"),
+    Shape("stop string", AssistantTurn(_TEXT), (_ASK,), "cut", "\nObservation:"),
+    Shape("call, length cut", AssistantTurn(tool_calls=_CALLS[:1]), _RESULTS[:1], "cut"),
+    Shape("empty", AssistantTurn(), (_ASK,)),
+)
+
+
+def audit(template: ChatTemplate) -> dict[str, Cell]:
+    """Every shape's cell, by the shape's name."""
+    return {shape.name: _audit_shape(template, shape) for shape in SHAPES}
+
+
+def _audit_shape(template: ChatTemplate, shape: Shape) -> Cell:
+    history, tools = _opening(template)
+    before = Conversation(history, tools)
+    request = Conversation((*history, shape.turn, *shape.next), tools)
+    try:
+        opened = template.render(before, add_generation_prompt=True)
+        said = template.render(before._replace(items=(*history, shape.turn)), add_generation_prompt=False)
+        whole = template.render(request, add_generation_prompt=True)
+    except TemplateError as error:
+        return Cell("refused", error.message)
+    generated = _generated(template, shape, opened=opened, said=said, whole=whole)
+    if any(call.name not in generated for call in shape.turn.tool_calls):
+        return Cell("refused", "does not write tool calls")
+
+    parent_ids = np.concatenate((full_prompt(template, before), template.encode(generated)), dtype=np.int32)
+    spliced = splice(template, request, turn=0, parent_ids=parent_ids)
+    if isinstance(spliced, NotSpliced):
+        lost = spliced.reason == "new_item_lost" and any(item.text.strip() not in whole for item in shape.next)
+        return Cell("refused", "does not write tool results") if lost else Cell("hole", spliced.reason)
+    if not np.array_equal(spliced.ids[: parent_ids.size], parent_ids):
+        return Cell("hole", "prefix_lost")
+    if np.array_equal(spliced.ids, full_prompt(template, request)):
+        return Cell("exact")
+    # Where the template writes the turn's history just as it was sampled, nothing but equality will do.
+    return Cell("hole", "not_equal") if whole.startswith(opened + generated) else Cell("holds")
+
+
+def _opening(template: ChatTemplate) -> tuple[tuple[Item, ...], tuple[Tool, ...]]:
+    """A conversation as an agent begins it, with as much of it as this template takes."""
+    ask = Message("user", "How is the weather in Bergen?")
+    system = Message("system", "You are a careful assistant.")
+    for items, tools in (((system, ask), _TOOLS), ((ask,), _TOOLS), ((system, ask), ())):
+        try:
+            template.render(Conversation(items, tools), add_generation_prompt=True)
+        except TemplateError:
+            continue
+        return items, tools
+    return (ask,), ()
+
+
+def _generated(template: ChatTemplate, shape: Shape, *, opened: str, said: str, whole: str) -> str:
+    """What a model samples for the shape: what the template writes after its generation prompt, up to the stop token.
+
+    A template that closes no turns leaves that to what opens the next one, and its models stop with that token.
+    """
+    written = split_controls(template.special_tokens, said[_n_common(template.special_tokens, opened, said) :])
+    stop = next((n for n, piece in enumerate(written) if piece in template.stop_tokens), len(written))
+    body = "".join(written[:stop])
+    # A model says these whether or not the template writes them when it sees them again.
+    if shape.turn.text not in body:
+        body = shape.turn.text + body
+    if shape.turn.reasoning not in body:
+        body = f"<think>\n{shape.turn.reasoning}\n</think>\n\n{body}"
+    if shape.ending != "stop":
+        return body + shape.unsaid
+    if stop < len(written):
+        return body + written[stop]
+    following = split_controls(template.special_tokens, whole[len(said) :] if whole.startswith(said) else "")[:1]
+    return body + "".join(piece for piece in following if piece in template.special_tokens)
+
+
+def _n_common(special_tokens: frozenset[str], left: str, right: str) -> int:
+    """How many characters two texts begin with in common, special tokens in full or not at all."""
+    length = 0
+    for ours, theirs in zip(split_controls(special_tokens, left), split_controls(special_tokens, right), strict=False):
+        if ours == theirs:
+            length += len(ours)
+            continue
+        if ours not in special_tokens and theirs not in special_tokens:
+            length += next(n for n in range(len(ours) + 1) if not theirs.startswith(ours[: n + 1]) or n == len(ours))
+        break
+    return length
