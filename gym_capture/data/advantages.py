@@ -1,0 +1,72 @@
+"""Group-relative advantages, one a rollout.
+
+Invariant: an advantage compares whole rollouts of one group and nothing else. How many rows a rollout was built into,
+how large other groups are and in which order rollouts stand changes nothing; masked rollouts are outside of the
+baseline and of the deviation and get 0; every result is finite.
+
+For a rollout with reward r in a group whose unmasked rewards have mean m and standard deviation s:
+
+    none              r - m
+    population_std    (r - m) / (s + 1e-6),  s over n
+    sample_std        (r - m) / (s + 1e-6),  s over n - 1
+
+A group with one unmasked rollout has nothing to compare it with: its advantage is 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, Literal, TypeAlias, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+Scale: TypeAlias = Literal["none", "population_std", "sample_std"]
+SCALES: Final[tuple[Scale, ...]] = get_args(Scale)
+
+_EPSILON: Final = 1e-6
+"""Keeps a group whose rewards differ by rounding only from being blown up to advantages of +-1."""
+
+
+def group_advantages(
+    rewards: Sequence[float] | npt.NDArray[np.float64],
+    *,
+    groups: Sequence[str],
+    masked: Sequence[bool] | npt.NDArray[np.bool_],
+    scale: Scale = "population_std",
+) -> npt.NDArray[np.float64]:
+    """float64 [N]: the advantage of each of N rollouts. All arguments have one element a rollout - not a row.
+
+    Rewards of masked rollouts are not looked at. Raises `ValueError` for lengths that differ and for rewards of
+    unmasked rollouts that are not finite.
+    """
+    reward_N = np.asarray(rewards, dtype=np.float64)
+    masked_N = np.asarray(masked, dtype=np.bool_)
+    if not (reward_N.shape == masked_N.shape == (len(groups),)):
+        raise ValueError(
+            f"rewards, groups and masked must have one element a rollout: got {reward_N.size}, {len(groups)} "
+            f"and {masked_N.size}"
+        )
+    kept_N = ~masked_N
+    wrong_N = kept_N & ~np.isfinite(reward_N)
+    if wrong_N.any():
+        raise ValueError(f"reward {int(np.argmax(wrong_N))} must be finite: got {reward_N[np.argmax(wrong_N)]}")
+    advantage_N = np.zeros(reward_N.shape, dtype=np.float64)
+    if not kept_N.any():
+        return advantage_N
+    reward_K = reward_N[kept_N]
+    _, group_K = np.unique(np.asarray(groups, dtype=np.str_)[kept_N], return_inverse=True)
+    count_G = np.bincount(group_K)
+    centered_K = reward_K - (np.bincount(group_K, weights=reward_K) / count_G)[group_K]
+    centered_K[(count_G == 1)[group_K]] = 0.0
+    if scale != "none":
+        freedom_G = count_G if scale == "population_std" else np.maximum(count_G - 1, 1)
+        std_G = np.sqrt(np.bincount(group_K, weights=np.square(centered_K)) / freedom_G)
+        centered_K /= std_G[group_K] + _EPSILON
+    advantage_N[kept_N] = centered_K
+    return advantage_N
+
+
+def token_advantages(advantage: float, loss_mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
+    """float32 [T]: a rollout's advantage on the ids it sampled, 0 elsewhere. The same for each of its rows."""
+    return np.where(loss_mask, np.float32(advantage), np.float32(0.0))

@@ -1,0 +1,68 @@
+"""What a build made of the rollouts that were asked for.
+
+Invariant: `requested == complete + len(incomplete) + len(missing)`; a rollout without a summary is missing, whatever
+the reason. Nothing that did not come back is left out of the account.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from gym_capture.builder import reason_name
+from gym_capture.data.groups import RolloutSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildReport:
+    """Counts of rollouts and tokens, and the ids of the rollouts that somebody should look at."""
+
+    requested: int
+    complete: int
+    """Rollouts that can be trained on."""
+    incomplete: tuple[str, ...]
+    """Rollouts that are masked: not everything of them was captured, proven or usable. Sorted."""
+    missing: tuple[str, ...]
+    """Rollouts that left nothing at all. Sorted."""
+    mask_reasons: Mapping[str, int]
+    """Rollouts by the name of a reason to mask them, the most frequent first; one may count under several."""
+    trajectories: int
+    token_ids: int
+    """Ids of all trajectories, prompts included."""
+    generated_tokens_captured: int
+    generated_tokens_delivered: int
+    groups: int
+    mixed_prompt_groups: tuple[str, ...]
+    """Groups whose rollouts start from different prompts (a date, a session id): trainers that find groups by equal
+    prompts, such as NeMo-RL, would give each its own and an advantage of 0. Sorted."""
+    snapshots: Mapping[str, tuple[str, int]]
+    """By rollout id: `snapshot_id` and `version` that were consumed, for `drop`. Without missing rollouts."""
+
+
+def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> BuildReport:
+    """The account of the rollouts `requested`. Of several summaries of one rollout the last counts."""
+    asked = set(requested)
+    by_id = {summary.rollout_id: summary for summary in summaries}
+    known = [by_id[rollout_id] for rollout_id in sorted(asked & by_id.keys())]
+    captured = [summary for summary in known if not summary.missing]
+    incomplete = tuple(summary.rollout_id for summary in captured if summary.masked)
+    missing = tuple(sorted(asked - {summary.rollout_id for summary in captured}))
+    prompts: dict[str, set[str]] = {}
+    for summary in known:
+        prompts.setdefault(summary.group_id, set()).update([summary.first_prompt] if summary.first_prompt else [])
+    reasons = Counter(name for summary in known for name in {reason_name(reason) for reason in summary.mask_reasons})
+    return BuildReport(
+        requested=len(asked),
+        complete=len(captured) - len(incomplete),
+        incomplete=incomplete,
+        missing=missing,
+        mask_reasons=dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
+        trajectories=sum(summary.trajectories for summary in known),
+        token_ids=sum(summary.token_ids for summary in known),
+        generated_tokens_captured=sum(summary.generated_tokens_captured for summary in known),
+        generated_tokens_delivered=sum(summary.generated_tokens_delivered for summary in known),
+        groups=len(prompts),
+        mixed_prompt_groups=tuple(sorted(group for group, found in prompts.items() if len(found) > 1)),
+        snapshots={summary.rollout_id: (summary.snapshot_id, summary.snapshot_version) for summary in captured},
+    )

@@ -1,0 +1,219 @@
+"""The trajectory table: one schema for every writer and reader of trajectories.
+
+Invariant: every table of trajectories, from whichever path and however empty, has exactly `SCHEMA`, so blocks can
+always be put together; a row is either trainable as it stands, or says `masked` and why. No rollout is without a row.
+
+Flow: `build` -> `rows` (one a trajectory, or a single one with empty lists if nothing could be built) -> `to_table` ->
+Parquet or Arrow batches -> `check_schema` in the reader.
+
+Lists have 64-bit offsets (`large_list`): a chunk of 32-bit ones holds at most 2**31 ids, and concatenating past that
+fails. The schema's metadata carries its version, which Parquet, Arrow IPC and Ray Data all keep.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from gym_capture.builder import BuiltRollout
+from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.trajectories import Trajectory
+
+Row: TypeAlias = dict[str, Any]
+
+TRAJECTORY_SCHEMA_VERSION: Final = 1
+
+VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
+
+_SPAN: Final = pa.struct(
+    [("start", pa.int64()), ("end", pa.int64()), ("call_id", pa.string()), ("weight_version", pa.string())]
+)
+_TENSOR: Final = pa.struct(
+    [("dtype", pa.string()), ("shape", pa.large_list(pa.int64())), ("values", pa.large_binary())]
+)
+
+SCHEMA: Final[pa.Schema] = pa.schema(
+    [
+        pa.field("rollout_id", pa.string(), nullable=False),
+        # <rollout id>/<last call id>; of a rollout with nothing to train on, the rollout id alone.
+        pa.field("trajectory_id", pa.string(), nullable=False),
+        pa.field("group_id", pa.string(), nullable=False),
+        pa.field("is_main", pa.bool_(), nullable=False),
+        pa.field("call_ids", pa.large_list(pa.string()), nullable=False),
+        # T ids; the mask and the log probabilities are aligned with them, the latter 0 where the mask is false.
+        pa.field("token_ids", pa.large_list(pa.int32()), nullable=False),
+        pa.field("loss_mask", pa.large_list(pa.bool_()), nullable=False),
+        pa.field("log_probs", pa.large_list(pa.float32()), nullable=False),
+        # The generated segments with loss, as [start, end) over token_ids.
+        pa.field("spans", pa.large_list(_SPAN), nullable=False),
+        pa.field("finish_reason", pa.string()),
+        # Of the rollout: the same on each of its rows.
+        pa.field("reward", pa.float64()),
+        pa.field("reward_components", pa.map_(pa.string(), pa.float64())),
+        pa.field("advantage", pa.float64()),
+        pa.field("masked", pa.bool_(), nullable=False),
+        pa.field("mask_reasons", pa.large_list(pa.string()), nullable=False),
+        # Counts of the build of the rollout, the same on each of its rows: count a rollout once.
+        pa.field("n_calls", pa.int64(), nullable=False),
+        pa.field("chains", pa.int64(), nullable=False),
+        pa.field("roots", pa.int64(), nullable=False),
+        pa.field("quarantined_calls", pa.int64(), nullable=False),
+        pa.field("side_calls_excluded", pa.int64(), nullable=False),
+        pa.field("unresolved_parent_calls", pa.int64(), nullable=False),
+        pa.field("eligible_links", pa.int64(), nullable=False),
+        pa.field("contiguous_links", pa.int64(), nullable=False),
+        pa.field("generated_tokens_captured", pa.int64(), nullable=False),
+        pa.field("generated_tokens_delivered", pa.int64(), nullable=False),
+        pa.field("delivered_fraction", pa.float64(), nullable=False),
+        pa.field("excluded_tokens", pa.map_(pa.string(), pa.int64()), nullable=False),
+        # Arrays that ride along, as recorded; null where the engine gave none.
+        pa.field("routed_experts", _TENSOR),
+        pa.field("sampling_mask", _TENSOR),
+    ],
+    metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
+)
+
+
+def rows(
+    built: BuiltRollout,
+    *,
+    group_id: str,
+    reward: float | None,
+    reward_components: Mapping[str, float] | None = None,
+    advantage: float | None = None,
+    extra_mask_reasons: Sequence[str] = (),
+) -> list[Row]:
+    """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
+
+    `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed.
+    """
+    counts = built.counts
+    shared: Row = {
+        "rollout_id": built.rollout_id,
+        "group_id": group_id,
+        "reward": reward,
+        "reward_components": None if reward_components is None else list(reward_components.items()),
+        "advantage": advantage,
+        "masked": built.masked or bool(extra_mask_reasons),
+        "mask_reasons": [*built.mask_reasons, *extra_mask_reasons],
+        "n_calls": counts.n_calls,
+        "chains": counts.chains,
+        "roots": counts.roots,
+        "quarantined_calls": counts.quarantined_calls,
+        "side_calls_excluded": counts.side_calls_excluded,
+        "unresolved_parent_calls": counts.unresolved_parent_calls,
+        "eligible_links": counts.eligible_links,
+        "contiguous_links": counts.contiguous_links,
+        "generated_tokens_captured": counts.generated_tokens_captured,
+        "generated_tokens_delivered": counts.generated_tokens_delivered,
+        "delivered_fraction": counts.delivered_fraction,
+        "excluded_tokens": list(counts.excluded_tokens.items()),
+    }
+    if not built.trajectories:
+        return [_nothing(built.rollout_id) | shared]
+    return [_sequence(trajectory) | shared for trajectory in built.trajectories]
+
+
+def to_table(table_rows: Sequence[Row]) -> pa.Table:
+    """A table of `SCHEMA`. Raises `RecordError` for a row whose arrays are not aligned."""
+    for row in table_rows:
+        lengths = {name: len(row[name]) for name in ("token_ids", "loss_mask", "log_probs")}
+        if len(set(lengths.values())) != 1:
+            raise RecordError(
+                f"loss_mask and log_probs must align with token_ids: got {lengths}",
+                field="token_ids",
+                rollout_id=row["rollout_id"],
+            )
+    columns = [pa.array([row[field.name] for row in table_rows], type=field.type) for field in SCHEMA]
+    return pa.Table.from_arrays(columns, schema=SCHEMA)
+
+
+def with_advantage(table: pa.Table, advantage: float | None) -> pa.Table:
+    """The rows of one rollout with `advantage` on each of them."""
+    field = SCHEMA.field("advantage")
+    values = pa.array([advantage] * table.num_rows, type=field.type)
+    return table.set_column(SCHEMA.get_field_index("advantage"), field, values)
+
+
+def check_schema(schema: pa.Schema) -> None:
+    """Whether this version reads a table of trajectories: nothing, or an error that says what to do.
+
+    Raises `SchemaVersionError` for a table of a newer version, `RecordError` for one that is not of trajectories or
+    lacks a column. Columns that it does not know are somebody's own and are left alone.
+    """
+    text = (schema.metadata or {}).get(VERSION_KEY)
+    if text is None or not text.isdigit():
+        raise RecordError("not a table of trajectories: its metadata has no schema version", field="schema_version")
+    if int(text) > TRAJECTORY_SCHEMA_VERSION:
+        raise SchemaVersionError(
+            f"trajectories of schema version {int(text)} were written by a newer gym-capture; this one reads up to "
+            f"{TRAJECTORY_SCHEMA_VERSION}: upgrade the reader, or build the trajectories again with this version",
+            field="schema_version",
+        )
+    for field in SCHEMA:
+        index = schema.get_field_index(field.name)
+        if index < 0:
+            raise RecordError(f"the table of trajectories has no column {field.name!r}", field=field.name)
+        if schema.field(index).type != field.type:
+            raise RecordError(
+                f"column {field.name!r} must be {field.type}: got {schema.field(index).type}", field=field.name
+            )
+
+
+def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
+    """An array that rode along (`routed_experts`, `sampling_mask`) as it was recorded; None where there is none."""
+    if value is None:
+        return None
+    array: npt.NDArray[Any] = np.frombuffer(value["values"], dtype=np.dtype(value["dtype"]))
+    return array.reshape(value["shape"])
+
+
+def reward_problems(reward: float | None) -> tuple[str, ...]:
+    """Reasons to mask a rollout over its reward; none if it can be used."""
+    if reward is None:
+        return ("missing_reward",)
+    return () if math.isfinite(reward) else ("non_finite_reward",)
+
+
+def _sequence(trajectory: Trajectory) -> Row:
+    return {
+        "trajectory_id": trajectory.trajectory_id,
+        "is_main": trajectory.is_main,
+        "call_ids": trajectory.call_ids,
+        "token_ids": trajectory.token_ids,
+        "loss_mask": trajectory.loss_mask,
+        "log_probs": trajectory.log_probs,
+        "spans": [
+            {"start": s.start, "end": s.end, "call_id": s.call_id, "weight_version": s.weight_version}
+            for s in trajectory.spans
+        ],
+        "finish_reason": trajectory.finish_reason,
+        "routed_experts": _tensor(trajectory.routed_experts),
+        "sampling_mask": _tensor(trajectory.sampling_mask),
+    }
+
+
+def _nothing(rollout_id: str) -> Row:
+    return {
+        "trajectory_id": rollout_id,
+        "is_main": True,
+        "call_ids": (),
+        "token_ids": np.zeros(0, dtype=np.int32),
+        "loss_mask": np.zeros(0, dtype=np.bool_),
+        "log_probs": np.zeros(0, dtype=np.float32),
+        "spans": (),
+        "finish_reason": None,
+        "routed_experts": None,
+        "sampling_mask": None,
+    }
+
+
+def _tensor(array: npt.NDArray[Any] | None) -> Row | None:
+    if array is None:
+        return None
+    return {"dtype": array.dtype.str, "shape": array.shape, "values": array.tobytes()}

@@ -1,0 +1,87 @@
+"""Advantages are per rollout, inside its group, without the masked ones."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gym_capture.data.advantages import SCALES, Scale, group_advantages, token_advantages
+
+ROLLOUTS = st.lists(
+    st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12
+)
+
+
+def of(rollouts: list[tuple[str, float, bool]], scale: Scale) -> list[float]:
+    groups, rewards, masked = zip(*rollouts, strict=True)
+    return group_advantages(rewards, groups=groups, masked=masked, scale=scale).tolist()
+
+
+def test_TR_01_every_row_of_a_rollout_carries_its_advantage_on_its_own_sampled_ids() -> None:
+    masks = [[0, 0, 1, 1, 0], [0, 1, 0, 0, 0]]
+    found = [token_advantages(0.5, np.array(mask, dtype=np.bool_)).tolist() for mask in masks]
+    assert found == [[0, 0, 0.5, 0.5, 0], [0, 0.5, 0, 0, 0]]
+
+
+@pytest.mark.parametrize(("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071)])
+def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: float) -> None:
+    # r1 was built into three rows and r2 into one; there is one reward for each of the two.
+    assert of([("g", 1.0, False), ("g", 0.0, False)], scale) == pytest.approx([size, -size], abs=1e-4)
+
+
+@pytest.mark.parametrize(("scale", "size"), [("population_std", 1.0), ("sample_std", 0.7071)])
+def test_TR_04_groups_of_unequal_size_do_not_mix(scale: Scale, size: float) -> None:
+    found = of([("0", 1.0, False), ("0", 3.0, False), ("1", 5.0, False)], scale)
+    assert found == pytest.approx([-size, size, 0.0], abs=1e-4)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_masked_rollouts_are_outside_of_the_baseline(scale: Scale) -> None:
+    with_masked = of([("g", 0.0, False), ("g", float("nan"), True), ("g", 1.0, False), ("g", 100.0, True)], scale)
+    assert [with_masked[0], with_masked[2]] == of([("g", 0.0, False), ("g", 1.0, False)], scale)
+    assert [with_masked[1], with_masked[3]] == [0.0, 0.0]
+
+
+def test_a_group_that_is_all_masked_gives_zeros() -> None:
+    assert of([("g", float("inf"), True), ("g", 1.0, True)], "population_std") == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_equal_rewards_give_nothing_to_learn(scale: Scale) -> None:
+    assert of([("g", 0.1, False)] * 3, scale) == pytest.approx([0.0] * 3, abs=1e-9)
+
+
+@given(rollouts=ROLLOUTS, scale=st.sampled_from(SCALES))
+def test_finite_and_centered_in_every_group(rollouts: list[tuple[str, float, bool]], scale: Scale) -> None:
+    advantages = of(rollouts, scale)
+    assert np.isfinite(advantages).all()
+    for group in {group for group, _, _ in rollouts}:
+        own = [value for value, rollout in zip(advantages, rollouts, strict=True) if rollout[0] == group]
+        assert sum(own) == pytest.approx(0.0, abs=1e-6)
+
+
+@given(rollouts=ROLLOUTS, scale=st.sampled_from(SCALES), data=st.data())
+def test_independent_of_order_and_of_other_groups(
+    rollouts: list[tuple[str, float, bool]], scale: Scale, data: st.DataObject
+) -> None:
+    advantages = of(rollouts, scale)
+    order = data.draw(st.permutations(range(len(rollouts))))
+    assert of([rollouts[i] for i in order], scale) == pytest.approx([advantages[i] for i in order], abs=1e-6)
+    alone = [rollout for rollout in rollouts if rollout[0] == rollouts[0][0]]
+    expected = [value for value, rollout in zip(advantages, rollouts, strict=True) if rollout[0] == rollouts[0][0]]
+    assert of(alone, scale) == pytest.approx(expected, abs=1e-6)
+
+
+def test_lengths_that_differ_are_an_error() -> None:
+    with pytest.raises(ValueError, match="one element a rollout: got 1, 2 and 1"):
+        group_advantages([1.0], groups=["g", "g"], masked=[False])
+
+
+@pytest.mark.parametrize("values", list(permutations([0.0, float("nan")])))
+def test_a_reward_that_is_not_finite_is_an_error_unless_masked(values: tuple[float, float]) -> None:
+    with pytest.raises(ValueError, match="must be finite"):
+        group_advantages(values, groups=["g", "g"], masked=[False, False])

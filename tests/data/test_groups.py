@@ -1,0 +1,90 @@
+"""A group becomes rows one rollout at a time, and every rollout asked for is accounted for."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from gym_capture.builder import BuildOptions
+from gym_capture.data import groups
+from gym_capture.data.groups import RolloutSummary, build_group
+from gym_capture.data.report import report
+from gym_capture.data.requests import Request
+from gym_capture.data.schema import SCHEMA
+from gym_capture.records import Snapshot
+
+from .made_rollouts import snapshot
+
+
+def request(rollout_id: str, reward: float | None = 1.0, failure: str | None = None) -> Request:
+    return Request(rollout_id=rollout_id, group_id="g", reward=reward, reward_components=None, failure=failure)
+
+
+def built(requests: list[Request]) -> tuple[list[RolloutSummary], pa.Table]:
+    def freeze(rollout_id: str) -> Snapshot:
+        turns = {"r4": 0, "r3": 1}.get(rollout_id, 2)
+        return snapshot(rollout_id, turns=turns)
+
+    pairs = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    return [summary for summary, _ in pairs], pa.concat_tables([table for _, table in pairs])
+
+
+def test_BD_16_rollouts_that_crashed_or_left_nothing_are_reported() -> None:
+    requests = [request("r1"), request("r2", 0.0), request("r3", failure="agent_crashed"), request("r4", 0.0)]
+    summaries, table = built(requests)
+    found = report(["r1", "r2", "r3", "r4"], summaries)
+    assert (found.requested, found.complete, found.incomplete, found.missing) == (4, 2, ("r3",), ("r4",))
+    assert found.mask_reasons == {"incomplete": 1, "no_calls": 1}
+    rows = {row["rollout_id"]: row for row in table.to_pylist()}
+    assert [rows[name]["masked"] for name in ("r1", "r2", "r3", "r4")] == [False, False, True, True]
+    assert rows["r3"]["mask_reasons"] == ["incomplete:agent_crashed"]
+    assert rows["r4"]["token_ids"] == []
+    assert [rows[name]["advantage"] for name in ("r1", "r2", "r3", "r4")] == [0.5, -0.5, 0.0, 0.0]
+
+
+def test_a_rollout_that_never_came_back_is_missing() -> None:
+    summaries, _ = built([request("r1")])
+    assert report(["r1", "r9"], summaries).missing == ("r9",)
+
+
+@pytest.mark.parametrize(
+    ("reward", "reason"), [(None, "missing_reward"), (float("nan"), "non_finite_reward"), (1e400, "non_finite_reward")]
+)
+def test_a_reward_that_cannot_be_compared_masks_its_rollout_alone(reward: float | None, reason: str) -> None:
+    _, table = built([request("r1", 1.0), request("r2", 0.0), request("r5", reward)])
+    assert table.column("mask_reasons").to_pylist() == [[], [], [reason]]
+    assert table.column("advantage").to_pylist() == [0.5, -0.5, 0.0]
+
+
+def test_groups_that_start_from_different_prompts_are_named() -> None:
+    summaries, _ = built([request("r1"), request("r2")])
+    assert report(["r1", "r2"], summaries).mixed_prompt_groups == ()
+    dated = [summaries[0], replace(summaries[1], first_prompt="another digest")]
+    assert report(["r1", "r2"], dated).mixed_prompt_groups == ("g",)
+
+
+@pytest.mark.parametrize("spool_bytes", [1, 2**20])
+def test_one_rollout_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch, spool_bytes: int) -> None:
+    monkeypatch.setattr(groups, "_SPOOL_BYTES", spool_bytes)
+    made: list[weakref.ref[np.ndarray]] = []
+    most = 0
+
+    def freeze(rollout_id: str) -> Snapshot:
+        nonlocal most
+        gc.collect()
+        frozen = snapshot(rollout_id, turns=3)
+        made.extend(weakref.ref(entry.generation_token_ids) for entry in frozen.entries)
+        most = max(most, sum(1 for array in made if array() is not None))
+        return frozen
+
+    requests = [request(f"r{i}", float(i)) for i in range(5)]
+    pairs = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    assert most == 3
+    assert [summary.rollout_id for summary, _ in pairs] == [f"r{i}" for i in range(5)]
+    assert [table.column("advantage")[0].as_py() for _, table in pairs] == [-2.0, -1.0, 0.0, 1.0, 2.0]
+    assert all(table.schema.equals(SCHEMA, check_metadata=True) for _, table in pairs)

@@ -1,0 +1,177 @@
+"""The job on a real Ray: every rollout asked for once, in order, whatever happens to the workers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+import pytest
+import ray
+import ray.data
+
+from gym_capture.data import job
+from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, retire, write_trajectories
+from gym_capture.data.requests import request_table
+from gym_capture.data.schema import SCHEMA, check_schema
+from gym_capture.errors import ConfigError
+from gym_capture.records import CallIntent
+from gym_capture.stores.memory import MemoryStore
+
+from . import made_rollouts
+
+SOURCE = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
+SMALL_PARTS = JobOptions(rollouts_per_part=3, workers=2, scale="none")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    # Workers do not get the path that pytest found the test modules by.
+    root = Path(made_rollouts.__file__).parents[made_rollouts.__name__.count(".")]
+    environment = {"env_vars": {"PYTHONPATH": str(root)}}
+    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
+    yield
+    ray.shutdown()
+
+
+def asked(*rollout_ids: str, groups: int = 2) -> pa.Table:
+    return request_table(
+        {"rollout_id": rollout_id, "group_id": f"g{i % groups}", "reward": float(i)}
+        for i, rollout_id in enumerate(rollout_ids)
+    )
+
+
+def test_every_rollout_has_its_rows_and_the_report_adds_up(tmp_path: Path) -> None:
+    progress: list[int] = []
+    rollouts = asked("a-1", "a-2", "missing-1", "dangling-1", "corrupt-1", "down-1", "a-3", "a-4")
+    found = write_trajectories(rollouts, source=SOURCE, out=tmp_path, options=SMALL_PARTS, on_progress=progress.append)
+    assert (found.requested, found.complete) == (8, 5)
+    assert found.incomplete == ("corrupt-1", "dangling-1")
+    assert found.missing == ("missing-1",)
+    assert found.mask_reasons == {"no_calls": 2, "dangling_intent": 1, "unreadable": 1}
+    assert progress[-1] == 8
+    table = pa.dataset.dataset(tmp_path).to_table()
+    check_schema(table.schema)
+    rows = {row["rollout_id"]: row for row in table.to_pylist()}
+    assert rows.keys() == set(rollouts.column("rollout_id").to_pylist())
+    # Group g0 has rewards 0 and 6 unmasked (a-1, a-3); corrupt-1 and missing-1 are outside of it.
+    assert (rows["a-1"]["advantage"], rows["a-3"]["advantage"]) == (-3.0, 3.0)
+    assert json.loads((tmp_path / REPORT_FILE).read_text())["complete"] == 5
+    assert sorted(path.name for path in tmp_path.iterdir()) == [REPORT_FILE, "part-00000.parquet", "part-00001.parquet"]
+
+
+def test_streamed_and_written_rows_are_the_same_whatever_the_parts(tmp_path: Path) -> None:
+    rollouts = asked(*(f"a-{i}" for i in range(12)), groups=3)
+    write_trajectories(rollouts, source=SOURCE, out=tmp_path, options=JobOptions(scale="none"))
+    written = pa.dataset.dataset(tmp_path).to_table()
+    dataset = build_trajectories(rollouts, source=SOURCE, options=SMALL_PARTS)
+    streamed = pa.concat_tables(dataset.iter_batches(batch_size=5, batch_format="pyarrow"))
+    assert streamed.schema.equals(SCHEMA, check_metadata=True)
+    assert streamed.combine_chunks().equals(written.combine_chunks())
+    groups = streamed.column("group_id").to_pylist()
+    assert groups == sorted(groups)
+
+
+def test_a_worker_that_dies_leaves_each_rollout_once(tmp_path: Path) -> None:
+    source = SourceSpec(import_path=f"{made_rollouts.__name__}:opened", kwargs={"directory": str(tmp_path)})
+    rollouts = asked("a-1", "a-2", "fatal-1", "a-3", groups=1)
+    found = write_trajectories(rollouts, source=source, out=tmp_path / "out", options=SMALL_PARTS)
+    assert found.complete == 4
+    assert (tmp_path / "fatal-1").exists()  # a worker did die
+    written = pa.dataset.dataset(tmp_path / "out").to_table().column("rollout_id").to_pylist()
+    assert written == ["a-1", "a-2", "fatal-1", "a-3"]
+    assert not [path for path in (tmp_path / "out").iterdir() if path.name.startswith(".")]
+
+
+def test_rollouts_may_come_as_a_dataset_with_blocks_that_lack_values(tmp_path: Path) -> None:
+    rollouts = ray.data.from_arrow(
+        [
+            pa.table({"rollout_id": ["a-1"], "group_id": ["g"], "reward": pa.nulls(1)}),
+            pa.table({"rollout_id": ["a-2"], "group_id": ["g"], "reward": [1.0]}),
+        ]
+    )
+    found = write_trajectories(rollouts, source=SOURCE, out=tmp_path)
+    assert (found.complete, found.mask_reasons) == (1, {"missing_reward": 1})
+
+
+def test_DJ_01_rows_pass_through_further_steps_unchanged() -> None:
+    rollouts = asked("a-1", "missing-1", "a-2")
+    dataset = build_trajectories(rollouts, source=SOURCE)
+    expected = pa.concat_tables(dataset.iter_batches(batch_size=None, batch_format="pyarrow"))
+    twice = dataset.map_batches(lambda t: t, batch_format="pyarrow").map_batches(lambda t: t, batch_format="pyarrow")
+    found = pa.concat_tables(twice.iter_batches(batch_size=2, batch_format="pyarrow"))
+    assert found.schema.equals(SCHEMA, check_metadata=True)
+    assert found.combine_chunks().equals(expected.combine_chunks())
+
+
+def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
+    dataset = build_trajectories(asked(*(f"a-{i}" for i in range(8))), source=SOURCE)
+    dataset.context.target_max_block_size = 512
+    counts = dataset.groupby("group_id").map_groups(
+        lambda t: pa.table({"rows": [t.num_rows], "type": [str(t.schema.field("token_ids").type)]}),
+        batch_format="pyarrow",
+    )
+    assert sorted((row["rows"], row["type"]) for row in counts.take_all()) == [(4, "large_list<item: int32>")] * 2
+
+
+def test_row_groups_stay_small_so_that_readers_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = job._PartWriter(source=SOURCE, options=JobOptions(), uri=tmp_path.as_uri())
+    monkeypatch.setattr(job, "_ROW_GROUP_BYTES", 1)
+    part = asked("a-1", "a-2", "a-3", groups=1).append_column("part", pa.array([7, 7, 7]))
+    writer(part)
+    file = pq.ParquetFile(tmp_path / "part-00007.parquet")
+    assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [1, 1, 1]
+
+
+def test_trajectories_that_are_there_are_not_mixed_with_others(tmp_path: Path) -> None:
+    write_trajectories(asked("a-1", "a-2", "a-3", "a-4"), source=SOURCE, out=tmp_path, options=SMALL_PARTS)
+    with pytest.raises(ConfigError, match="already holds trajectories"):
+        write_trajectories(asked("b-1"), source=SOURCE, out=tmp_path)
+    write_trajectories(asked("b-1"), source=SOURCE, out=tmp_path, overwrite=True)
+    assert pa.dataset.dataset(tmp_path).to_table().column("rollout_id").to_pylist() == ["b-1"]
+
+
+def test_nothing_to_build_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no rollouts"):
+        write_trajectories(asked(), source=SOURCE, out=tmp_path)
+
+
+def test_retire_drops_what_was_consumed_and_keeps_what_has_changed_since(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        for rollout_id in ("a", "b"):
+            await put_all(store, rollout_id, turns=1)
+        frozen = {name: await store.freeze(name) for name in ("a", "b")}
+        consumed = consumed_report({name: (s.snapshot_id, s.version) for name, s in frozen.items()})
+        await store.begin_call(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0))
+        assert await retire(store, consumed) == ("b",)
+        assert list(await store.rollout_ids()) == ["b"]
+
+    asyncio.run(scenario())
+
+
+async def put_all(store: MemoryStore, rollout_id: str, *, turns: int) -> None:
+    for entry in reversed(made_rollouts.snapshot(rollout_id, turns=turns).entries):
+        intent = CallIntent(rollout_id=rollout_id, model_call_id=entry.model_call_id, created_at=0.0)
+        await store.put(entry, epoch=await store.begin_call(intent))
+
+
+def consumed_report(snapshots: dict[str, tuple[str, int]]) -> job.BuildReport:
+    return job.BuildReport(
+        requested=len(snapshots),
+        complete=len(snapshots),
+        incomplete=(),
+        missing=(),
+        mask_reasons={},
+        trajectories=len(snapshots),
+        token_ids=0,
+        generated_tokens_captured=0,
+        generated_tokens_delivered=0,
+        groups=1,
+        mixed_prompt_groups=(),
+        snapshots=snapshots,
+    )
