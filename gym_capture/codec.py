@@ -56,7 +56,7 @@ _SNAPSHOT_MAGIC: Final = b"GCES"
 _SNAPSHOT_PREFIX: Final = struct.Struct("<4sHHII")
 _DIGEST_BYTES: Final = 16
 _ALIGNMENT: Final = 8
-_LIMIT_BYTES: Final = 1 << 31
+_LIMIT_BYTES: Final = 1 << 30
 
 _ARRAYS: Final = frozenset(
     ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts", "sampling_mask")
@@ -158,7 +158,7 @@ def encode_entry(entry: TokenEntry) -> bytes:
     content_bytes = _padded(_json_bytes(entry, "output_items", [dict(item) for item in entry.output_items]), b" ")
     body = b"".join((header_bytes, content_bytes, *blobs))
     if len(body) >= _LIMIT_BYTES:
-        raise _error(entry, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 2 GiB")
+        raise _error(entry, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
     digest = hashlib.sha256(body).digest()[:_DIGEST_BYTES]
     prefix = _PREFIX.pack(
         _MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes), float(entry.created_at), digest

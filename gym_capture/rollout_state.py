@@ -76,17 +76,21 @@ class ProblemFound:
 
 @dataclass(frozen=True, slots=True)
 class Retired:
-    """Everything before `epoch` is gone: consumed as `snapshot_id` at `version`, or cleared if that is None."""
+    """Everything before `epoch` is gone."""
 
     epoch: int
-    snapshot_id: str | None
+    consumed_epoch: int | None
+    """The epoch that was consumed as `snapshot_id` at `version`; None: the rollout was cleared."""
+    snapshot_id: str
     version: int
     retired_at: float
     """Unix seconds."""
+    keeps_records: bool
+    """The consumed records stay readable where the store keeps files."""
 
     @property
     def refuses_calls(self) -> bool:
-        return self.snapshot_id is not None
+        return self.consumed_epoch is not None
 
 
 Event: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | Retired
@@ -179,10 +183,12 @@ class RolloutState:
             return self._refused(None)
         return _NOTHING if reason in self.incomplete else Decision(MarkedIncomplete(epoch, reason))
 
-    def drop(self, snapshot_id: str, version: int, *, next_epoch: int, now: float) -> Decision:
+    def drop(self, snapshot_id: str, version: int, *, next_epoch: int, now: float, keep: bool) -> Decision:
         """Retires the snapshot if it is the current one; nothing if it is the one retired last."""
         if version == self.version and snapshot_id == self.snapshot_id():
-            return Decision(Retired(next_epoch, snapshot_id, version, now)) if self.is_live else _NOTHING
+            if not self.is_live:
+                return _NOTHING
+            return Decision(Retired(next_epoch, self.epoch, snapshot_id, version, now, keep))
         if self.retired is not None and (self.retired.snapshot_id, self.retired.version) == (snapshot_id, version):
             return _NOTHING
         return Decision(
@@ -195,22 +201,41 @@ class RolloutState:
 
     def clear(self, *, next_epoch: int, now: float) -> Decision:
         closed = self.retired is not None and self.retired.refuses_calls
-        return Decision(Retired(next_epoch, None, 0, now)) if self.is_live or closed else _NOTHING
+        return (
+            Decision(Retired(next_epoch, None, "", 0, now, keeps_records=False)) if self.is_live or closed else _NOTHING
+        )
 
     # applying
 
-    def apply(self, event: Event) -> bool:
-        """Adds a fact; returns whether it was new. Facts of earlier epochs are ignored."""
-        if event.epoch < self.epoch:
-            return False
+    def knows(self, event: Event) -> bool:
+        """Whether applying the event would change nothing: it is a fact already, or of an earlier epoch."""
+        if event.epoch != self.epoch:
+            return event.epoch < self.epoch
+        match event:
+            case Begun(_, intent):
+                return intent.model_call_id in self.begun
+            case Committed(_, call_id, _):
+                return call_id in self.committed
+            case Abandoned(_, call_id):
+                return call_id in self.abandoned
+            case MarkedIncomplete(_, reason):
+                return reason in self.incomplete
+            case ProblemFound(_, problem):
+                return problem in self.problems
+            case Retired():
+                return self.retired is not None
+
+    def apply(self, event: Event) -> None:
+        """Adds a fact. Those of earlier epochs are ignored."""
         if event.epoch > self.epoch:
             self._start_epoch(event.epoch)
-        before = self.version
+        if self.knows(event):
+            return
         match event:
             case Begun(_, intent):
                 self.begun.add(intent.model_call_id)
             case Committed(_, call_id, payload_digest):
-                self.committed.setdefault(call_id, payload_digest)
+                self.committed[call_id] = payload_digest
             case Abandoned(_, call_id):
                 self.abandoned.add(call_id)
             case MarkedIncomplete(_, reason):
@@ -218,9 +243,7 @@ class RolloutState:
             case ProblemFound(_, problem):
                 self.problems.add(problem)
             case Retired():
-                known, self.retired = self.retired, event
-                return known != event
-        return self.version > before
+                self.retired = event
 
     # reading
 

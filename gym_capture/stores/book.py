@@ -61,12 +61,12 @@ class RolloutBook:
             return Decision(error=retired_error(rollout_id, None))
         return state.mark_incomplete(reason, epoch=epoch)
 
-    def drop(self, rollout_id: str, snapshot_id: str, version: int, *, now: float) -> Decision:
+    def drop(self, rollout_id: str, snapshot_id: str, version: int, *, now: float, keep: bool = False) -> Decision:
         """Of a rollout that is unknown there is nothing to retire: it never was, or its tombstone was swept."""
         state = self._find(rollout_id)
         if state is None:
             return Decision()
-        return state.drop(snapshot_id, version, next_epoch=self.next_epoch, now=now)
+        return state.drop(snapshot_id, version, next_epoch=self.next_epoch, now=now, keep=keep)
 
     def clear(self, rollout_id: str, *, now: float) -> Decision:
         state = self._find(rollout_id)
@@ -74,10 +74,10 @@ class RolloutBook:
 
     # applying
 
-    def apply(self, rollout_id: str, event: Event) -> bool:
-        """Adds a fact; returns whether it was new."""
+    def apply(self, rollout_id: str, event: Event) -> None:
+        """Adds a fact, in whatever order facts come."""
         state = self._find(rollout_id) or RolloutState(rollout_id, event.epoch)
-        is_new = state.apply(event)
+        state.apply(event)
         self.next_epoch = max(self.next_epoch, event.epoch + 1)
         if state.retired is not None:
             self._tombstones[rollout_id] = state.retired
@@ -85,7 +85,6 @@ class RolloutBook:
             self._states[rollout_id] = state
         else:
             self._states.pop(rollout_id, None)
-        return is_new
 
     def give_up(self, rollout_id: str) -> None:
         """Forgets the epoch of a rollout whose first call could not be made durable: nobody was told of it."""
@@ -103,6 +102,11 @@ class RolloutBook:
         """The state of a rollout of which something is recorded."""
         state = self._states.get(rollout_id)
         return state if state is not None and state.is_live else None
+
+    def knows(self, rollout_id: str, event: Event) -> bool:
+        """Whether applying the event would change nothing."""
+        state = self._find(rollout_id)
+        return state is not None and state.knows(event)
 
     def live_ids(self) -> list[str]:
         return sorted(rollout_id for rollout_id, state in self._states.items() if state.is_live)

@@ -1,0 +1,203 @@
+"""Group commit: many writers, one sync.
+
+Invariant: a write is decided on against durable state only, answered only after everything it was decided on is
+durable, and shows in memory only then. A write that fails leaves nothing to undo.
+
+Flow: `submit` queues -> when the disk is idle, everything queued is decided in order and becomes one batch -> a
+thread appends and syncs it -> its events are applied, its writers answered; meanwhile the next batch gathers. Two
+writes about the same call never share a batch, so the second is decided when the first is durable; nor does a write
+about a whole rollout with any other write about that rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from gym_capture.errors import StoreError, StoreUnavailableError
+from gym_capture.rollout_state import Decision, Event
+from gym_capture.stores.frames import Draft, frame_size
+from gym_capture.stores.log_records import draft_of
+from gym_capture.stores.segments import Location, SegmentWriter
+
+_BATCH_BYTES: Final = 8 << 20
+"""A batch is closed at this size, so that one huge write does not hold up the answers to many small ones."""
+
+
+@dataclass(slots=True, eq=False)
+class Write:
+    """One operation of one caller."""
+
+    rollout_id: str
+    subject: str | None
+    """What of the rollout it is about, e.g. a call id; None: all of it."""
+    decide: Callable[[], Decision]
+    encoded: bytes = b""
+    """The intent or the entry, encoded by the caller, so that what cannot be encoded fails that caller alone."""
+
+
+class Ledger(Protocol):
+    """What a group commit keeps up to date."""
+
+    def epoch_floor(self) -> int:
+        """A number above every epoch that was given out so far."""
+        ...
+
+    def apply(self, write: Write, event: Event, location: Location) -> None:
+        """The event of `write` is durable at `location`."""
+        ...
+
+    def give_up(self, write: Write) -> None:
+        """The event of `write` could not be made durable."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCounts:
+    """What a group commit did since it was started."""
+
+    records: int = 0
+    batches: int = 0
+    bytes_written: int = 0
+    failed_batches: int = 0
+
+
+@dataclass(slots=True)
+class _Batch:
+    """Decided writes, and which rollouts and calls they are about."""
+
+    writes: list[tuple[_Queued, Event, StoreError | None]] = field(default_factory=list)
+    drafts: list[Draft] = field(default_factory=list)
+    size_bytes: int = 0
+    _rollouts: set[str] = field(default_factory=set)
+    _subjects: set[tuple[str, str | None]] = field(default_factory=set)
+
+    def excludes(self, write: Write) -> bool:
+        if write.subject is None:
+            return write.rollout_id in self._rollouts
+        return (write.rollout_id, write.subject) in self._subjects or (write.rollout_id, None) in self._subjects
+
+    def add(self, queued: _Queued, event: Event, error: StoreError | None) -> None:
+        write = queued.write
+        draft = draft_of(write.rollout_id, event, write.encoded)
+        self.writes.append((queued, event, error))
+        self.drafts.append(draft)
+        self.size_bytes += frame_size(draft)
+        self._rollouts.add(write.rollout_id)
+        self._subjects.add((write.rollout_id, write.subject))
+
+
+@dataclass(slots=True, eq=False)
+class _Queued:
+    write: Write
+    answer: asyncio.Future[None]
+
+    def settle(self, error: StoreError | None) -> None:
+        """A caller that has gone away cancelled its answer; its write counts all the same."""
+        if self.answer.done():
+            return
+        if error is None:
+            self.answer.set_result(None)
+        else:
+            self.answer.set_exception(error)
+
+
+class GroupCommit:
+    """Makes writes durable in batches. Lives on one event loop."""
+
+    def __init__(self, writer: SegmentWriter, ledger: Ledger) -> None:
+        self._writer = writer
+        self._ledger = ledger
+        self._queue: deque[_Queued] = deque()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="gym-capture-log-writer")
+        self._running: asyncio.Task[None] | None = None
+        self._is_closed = False
+        self.counts = CommitCounts()
+
+    def submit(self, writes: Sequence[Write]) -> list[asyncio.Future[None]]:
+        """Queues writes; each answer comes when its write is durable, or raises why it is not."""
+        if self._is_closed:
+            raise StoreUnavailableError("this store is closed")
+        loop = asyncio.get_running_loop()
+        queued = [_Queued(write, loop.create_future()) for write in writes]
+        self._queue.extend(queued)
+        if self._running is None or self._running.done():
+            self._running = loop.create_task(self._run())
+        return [one.answer for one in queued]
+
+    async def write(self, writes: Sequence[Write]) -> None:
+        """Submits writes and waits for all of them; raises what the first that failed raised."""
+        for answer in await asyncio.gather(*self.submit(writes), return_exceptions=True):
+            if answer is not None:
+                raise answer
+
+    async def close(self) -> None:
+        """Makes what is queued durable, then closes the segment."""
+        self._is_closed = True
+        if self._running is not None:
+            await self._running
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._writer.close)
+        self._thread.shutdown()
+
+    async def _run(self) -> None:
+        try:
+            while self._queue:
+                batch = self._next_batch()
+                if batch.writes:
+                    await self._commit(batch)
+        finally:
+            # Left over only if the event loop is shutting down, or by a defect: nobody may wait for ever.
+            for queued in self._queue:
+                queued.settle(StoreUnavailableError("the writer of the log has stopped"))
+            self._queue.clear()
+
+    def _next_batch(self) -> _Batch:
+        batch = _Batch()
+        deferred: list[_Queued] = []
+        while self._queue and batch.size_bytes < _BATCH_BYTES:
+            queued = self._queue.popleft()
+            if batch.excludes(queued.write):
+                deferred.append(queued)
+                continue
+            event, error = queued.write.decide()
+            if event is None:
+                queued.settle(error)
+            else:
+                batch.add(queued, event, error)
+        self._queue.extendleft(reversed(deferred))
+        return batch
+
+    async def _commit(self, batch: _Batch) -> None:
+        floor = self._ledger.epoch_floor()
+        failure = "the writer of the log has stopped"
+        locations: list[Location] | None = None
+        try:
+            locations = await asyncio.get_running_loop().run_in_executor(
+                self._thread, lambda: self._writer.append(batch.drafts, epoch_floor=floor)
+            )
+        except OSError as error:
+            failure = f"the log cannot be written: {error}"
+        finally:
+            self._settle(batch, locations, failure)
+
+    def _settle(self, batch: _Batch, locations: list[Location] | None, failure: str) -> None:
+        counts = self.counts
+        if locations is None:
+            self.counts = replace(counts, failed_batches=counts.failed_batches + 1)
+            for queued, _, _ in batch.writes:
+                self._ledger.give_up(queued.write)
+                queued.settle(StoreUnavailableError(failure, rollout_id=queued.write.rollout_id))
+            return
+        self.counts = replace(
+            counts,
+            records=counts.records + len(locations),
+            batches=counts.batches + 1,
+            bytes_written=counts.bytes_written + batch.size_bytes,
+        )
+        for (queued, event, error), location in zip(batch.writes, locations, strict=True):
+            self._ledger.apply(queued.write, event, location)
+            queued.settle(error)

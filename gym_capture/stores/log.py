@@ -1,0 +1,311 @@
+"""Sink and source on a write-ahead log: the store that a state actor hosts.
+
+Invariant: what was acknowledged is on disk, and `LogStore.open` after a crash at any moment knows exactly the
+acknowledged writes, plus possibly some that were under way. What cannot be read any more masks the rollouts that it
+may have belonged to. Memory holds a digest and a location for each call, never a record.
+
+Flow: a write is decided and made durable by `group_commit` -> `apply` notes where it stands -> `freeze` reads the
+rollout back. `drop` and `clear` leave dead bytes behind; when most of a closed segment is dead, what is alive in it
+is copied to the end of the log and the segment is deleted. As records are facts whose order does not matter
+(`rollout_state`), a crash in the middle of that only leaves copies.
+
+The format is described in docs/log-format.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from gym_capture.codec import (
+    decode_or_problem,
+    decode_snapshot,
+    encode_entry,
+    encode_intent,
+    join_snapshot,
+    peek_entry,
+)
+from gym_capture.errors import CorruptLogError, GymCaptureError, RecordError, StoreUnavailableError
+from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry, check_rollout_id
+from gym_capture.rollout_state import Decision, FrozenFacts
+from gym_capture.stores.compaction import Compactor
+from gym_capture.stores.frames import Frame, check_key, read_frame
+from gym_capture.stores.group_commit import CommitCounts, GroupCommit, Write
+from gym_capture.stores.log_index import LogIndex
+from gym_capture.stores.recovery import CORRUPT_LOG, Recovery, recover
+from gym_capture.stores.segments import (
+    Disk,
+    Location,
+    ReadThread,
+    SegmentReader,
+    SegmentWriter,
+    lock_directory,
+    make_directory,
+)
+
+_DISK: Final = Disk()
+
+
+@dataclass(frozen=True, slots=True)
+class LogStats:
+    """How a log store is doing, for metrics."""
+
+    live_rollouts: int
+    segments: int
+    total_bytes: int
+    live_bytes: int
+    commits: CommitCounts
+
+
+class LogStore:
+    """A `TokenSink` and a `TokenSource` on one directory. Made by `open`; lives on one event loop."""
+
+    def __init__(
+        self,
+        *,
+        directory: Path,
+        lock: int,
+        index: LogIndex,
+        writer: SegmentWriter,
+        recovery: Recovery,
+        keep_records: bool,
+        tombstone_ttl_s: float,
+    ) -> None:
+        self.recovery = recovery
+        """What was found in the directory when it was opened."""
+        self._directory = directory
+        self._lock = lock
+        self._index = index
+        self._keep_records = keep_records
+        self._reads = ReadThread(directory)
+        self._commits = GroupCommit(writer, index)
+        self._compactor = Compactor(
+            directory=directory,
+            index=index,
+            commits=self._commits,
+            writer=writer,
+            reads=self._reads,
+            tombstone_ttl_s=tombstone_ttl_s,
+        )
+        self._is_closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        directory: str | Path,
+        *,
+        segment_bytes: int = 64 << 20,
+        fsync: bool = True,
+        keep_records: bool = False,
+        tombstone_ttl_s: float = 86_400.0,
+        disk: Disk = _DISK,
+    ) -> LogStore:
+        """Opens a log directory, making it if it does not exist, and reads it from end to end.
+
+        segment_bytes: a segment that has reached this size is closed; compaction works on closed ones.
+        fsync: without it an acknowledged write survives the process, but not the machine.
+        keep_records: what `drop` consumes stays on disk, readable through `gym_capture.stores.inspect`.
+        tombstone_ttl_s: how long, at least, a dropped rollout refuses late calls.
+
+        Raises `StoreUnavailableError` if another process holds the directory or the disk does not let it be read and
+        repaired, `CorruptLogError` if a newer version wrote it. Damage inside is not an error: see `recovery`.
+        """
+
+        def read() -> LogStore:
+            path = make_directory(directory)
+            lock = lock_directory(path)
+            try:
+                index = LogIndex()
+                writer = SegmentWriter(path, segment_bytes=segment_bytes, fsync=fsync, disk=disk)
+                recovery = recover(path, index, writer)
+            except BaseException:
+                os.close(lock)
+                raise
+            return cls(
+                directory=path,
+                lock=lock,
+                index=index,
+                writer=writer,
+                recovery=recovery,
+                keep_records=keep_records,
+                tombstone_ttl_s=tombstone_ttl_s,
+            )
+
+        try:
+            return await asyncio.to_thread(read)
+        except OSError as error:
+            raise StoreUnavailableError(f"the log directory {directory} cannot be opened: {error}") from error
+
+    # writing
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        check_rollout_id(intent.rollout_id)
+        epoch = 0
+
+        def decide() -> Decision:
+            nonlocal epoch
+            epoch, decision = self._index.book.begin(intent)
+            return decision
+
+        await self._write(intent.rollout_id, intent.model_call_id, decide, encode_intent(intent))
+        return epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await self.put_encoded(encode_entry(entry.as_delta()), epoch=epoch)
+
+    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
+        """`put` of an entry that the producer has encoded: as a delta, so that the log stays linear in tokens."""
+        await self._commits.write([self._put(data, epoch)])
+
+    async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
+        """Puts encoded entries, each with its epoch, on behalf of many callers. The answer to each is in its place."""
+        answers: list[GymCaptureError | None] = [None] * len(puts)
+        writes: list[tuple[int, Write]] = []
+        for place, (data, epoch) in enumerate(puts):
+            try:
+                writes.append((place, self._put(data, epoch)))
+            except RecordError as error:
+                answers[place] = error
+        submitted = self._commits.submit([write for _, write in writes])
+        for (place, _), answer in zip(writes, submitted, strict=True):
+            try:
+                await answer
+            except GymCaptureError as error:
+                answers[place] = error
+        return answers
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(rollout_id, call_id, lambda: self._index.book.abandon(rollout_id, call_id, epoch=epoch))
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        await self._write(
+            rollout_id,
+            f"\0reason {reason}",
+            lambda: self._index.book.mark_incomplete(rollout_id, reason, epoch=epoch),
+        )
+
+    # reading
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        facts, entries = self._frozen(rollout_id)
+        return await self._reads.run(lambda reader: decode_snapshot(_read_snapshot(reader, rollout_id, facts, entries)))
+
+    async def freeze_encoded(self, rollout_id: str) -> bytes:
+        """`freeze` for shipping: the bytes that `codec.decode_snapshot` reads, without decoding the records here."""
+        facts, entries = self._frozen(rollout_id)
+        return await self._reads.run(lambda reader: _read_snapshot(reader, rollout_id, facts, entries))
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await self._write(
+            rollout_id,
+            None,
+            lambda: self._index.book.drop(rollout_id, snapshot_id, version, now=time.time(), keep=self._keep_records),
+        )
+        self._compactor.trigger()
+
+    async def clear(self, rollout_id: str) -> None:
+        await self._write(rollout_id, None, lambda: self._index.book.clear(rollout_id, now=time.time()))
+        self._compactor.trigger()
+
+    async def rollout_ids(self) -> Sequence[str]:
+        self._check_open()
+        return self._index.book.live_ids()
+
+    def iter_live_entries(self) -> Iterator[TokenEntry]:
+        """Every readable entry of every live rollout, one rollout after the other.
+
+        For rebuilding a lineage index before the store takes calls: it blocks, and sees no later writes.
+        """
+        self._check_open()
+        reader = SegmentReader(self._directory)
+        try:
+            for rollout_id in self._index.book.live_ids():
+                for _, location in self._index.entries(rollout_id):
+                    found = _read(reader, location)
+                    entry = None if found is None else decode_or_problem(found.payload)
+                    if isinstance(entry, TokenEntry):
+                        yield entry
+        finally:
+            reader.close()
+
+    def stats(self) -> LogStats:
+        sizes = self._index.sizes
+        return LogStats(
+            live_rollouts=len(self._index.book.live_ids()),
+            segments=len(sizes),
+            total_bytes=sum(sizes.values()),
+            live_bytes=sum(self._index.live_bytes(number) for number in sizes),
+            commits=self._commits.counts,
+        )
+
+    async def close(self) -> None:
+        """Makes what was submitted durable, then lets go of the directory. Repeating it is a no-op."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        await self._compactor.close()
+        await self._commits.close()
+        await self._reads.close()
+        os.close(self._lock)
+
+    def _put(self, data: bytes, epoch: int) -> Write:
+        rollout_id, call_id, digest = peek_entry(data)
+        check_key(rollout_id, call_id)
+        return Write(rollout_id, call_id, lambda: self._index.book.put(rollout_id, call_id, digest, epoch=epoch), data)
+
+    async def _write(
+        self, rollout_id: str, subject: str | None, decide: Callable[[], Decision], encoded: bytes = b""
+    ) -> None:
+        check_key(rollout_id, subject or "")
+        await self._commits.write([Write(rollout_id, subject, decide, encoded)])
+
+    def _frozen(self, rollout_id: str) -> tuple[FrozenFacts, list[tuple[str, Location]]]:
+        self._check_open()
+        return self._index.book.freeze(rollout_id), self._index.entries(rollout_id)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreUnavailableError("this store is closed")
+
+
+def _read_snapshot(
+    reader: SegmentReader, rollout_id: str, facts: FrozenFacts, entries: list[tuple[str, Location]]
+) -> bytes:
+    """The snapshot, encoded. A record that has become unreadable is a problem of it."""
+    problems = list(facts.problems)
+    encoded: list[bytes] = []
+    for call_id, location in entries:
+        frame = _read(reader, location)
+        if frame is not None:
+            encoded.append(frame.payload)
+            continue
+        problems.append(
+            RecordProblem(
+                reason=CORRUPT_LOG,
+                call_id=call_id,
+                field=None,
+                detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
+            )
+        )
+    snapshot = Snapshot(
+        rollout_id=rollout_id,
+        snapshot_id=facts.snapshot_id,
+        version=facts.version,
+        entries=(),
+        incomplete=facts.incomplete,
+        problems=tuple(problems),
+    )
+    return join_snapshot(snapshot, encoded)
+
+
+def _read(reader: SegmentReader, location: Location) -> Frame | None:
+    try:
+        found = read_frame(*reader.read(location))
+    except CorruptLogError:
+        return None
+    return found if isinstance(found, Frame) else None

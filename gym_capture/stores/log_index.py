@@ -1,0 +1,133 @@
+"""What a log store keeps in memory: the facts of every rollout, where its records stand, which bytes are alive.
+
+Invariant: `needs` is true of every record that a replay could not do without, so a segment may be deleted once those
+records have been copied elsewhere.
+
+A tombstone must outlive the records that it retires: it is always written after them, and only the oldest segment,
+behind which there are none left, may lose it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from gym_capture.rollout_state import Committed, Event, Retired
+from gym_capture.stores.book import RolloutBook
+from gym_capture.stores.frames import Frame, RecordType
+from gym_capture.stores.group_commit import Write
+from gym_capture.stores.segments import Location
+
+
+@dataclass(slots=True)
+class _LiveRollout:
+    epoch: int
+    entries: dict[str, Location] = field(default_factory=dict)
+    bytes_in: Counter[int] = field(default_factory=Counter)
+    """Bytes of its records, by segment."""
+
+
+class LogIndex:
+    """The index of one log directory."""
+
+    def __init__(self) -> None:
+        self.book = RolloutBook()
+        self.sizes: dict[int, int] = {}
+        """Bytes of each segment."""
+        self.damaged: set[int] = set()
+        """Segments of which something cannot be read."""
+        self._live_bytes: Counter[int] = Counter()
+        self._rollouts: dict[str, _LiveRollout] = {}
+        self._tombstones: dict[str, tuple[Retired, Location]] = {}
+        self._kept: dict[str, set[int]] = {}
+        """Epochs that were consumed but whose records stay."""
+
+    # changing
+
+    def open_segment(self, number: int, size: int, epoch_floor: int) -> None:
+        """There is a segment; its epoch floor says which epochs were given out before it, records of them or not."""
+        self.sizes[number] = size
+        self.book.next_epoch = max(self.book.next_epoch, epoch_floor)
+
+    def apply(self, write: Write, event: Event, location: Location) -> None:
+        self.add(write.rollout_id, event, location)
+
+    def give_up(self, write: Write) -> None:
+        self.book.give_up(write.rollout_id)
+
+    def epoch_floor(self) -> int:
+        return self.book.next_epoch
+
+    def add(self, rollout_id: str, event: Event, location: Location) -> None:
+        """The record of `event` stands at `location`; it may be a copy of one that is known."""
+        self.sizes[location.segment] = max(self.sizes.get(location.segment, 0), location.offset + location.size)
+        self.book.apply(rollout_id, event)
+        if isinstance(event, Retired) and event.keeps_records and event.consumed_epoch is not None:
+            self._kept.setdefault(rollout_id, set()).add(event.consumed_epoch)
+        state = self.book.live(rollout_id)
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is not None and (state is None or state.epoch != rollout.epoch):
+            self._release(rollout_id, self._rollouts.pop(rollout_id))
+        if isinstance(event, Retired):
+            self._add_tombstone(rollout_id, event, location)
+        elif state is not None and event.epoch == state.epoch:
+            rollout = self._rollouts.setdefault(rollout_id, _LiveRollout(state.epoch))
+            rollout.bytes_in[location.segment] += location.size
+            self._live_bytes[location.segment] += location.size
+            if isinstance(event, Committed):
+                rollout.entries[event.call_id] = location
+        elif event.epoch in self._kept.get(rollout_id, ()):
+            self._live_bytes[location.segment] += location.size
+
+    def forget_segment(self, number: int) -> None:
+        """The segment was deleted."""
+        self.sizes.pop(number, None)
+        self._live_bytes.pop(number, None)
+        for rollout in self._rollouts.values():
+            rollout.bytes_in.pop(number, None)
+
+    def sweep(self, rollout_id: str, event: Retired, location: Location, *, before: float) -> None:
+        """Forgets a tombstone that stands in the oldest segment, if it has served its time."""
+        is_current = self._tombstones.get(rollout_id) == (event, location)
+        if is_current and event.retired_at < before and not event.keeps_records:
+            self.book.sweep(rollout_id)
+            self._drop_tombstone(rollout_id)
+
+    def _add_tombstone(self, rollout_id: str, event: Retired, location: Location) -> None:
+        if self.book.tombstone(rollout_id) == event:
+            self._drop_tombstone(rollout_id)
+            self._tombstones[rollout_id] = (event, location)
+            self._live_bytes[location.segment] += location.size
+        elif event.keeps_records:
+            self._live_bytes[location.segment] += location.size
+
+    def _drop_tombstone(self, rollout_id: str) -> None:
+        if rollout_id in self._tombstones:
+            event, location = self._tombstones.pop(rollout_id)
+            if not event.keeps_records:
+                self._live_bytes[location.segment] -= location.size
+
+    def _release(self, rollout_id: str, rollout: _LiveRollout) -> None:
+        if rollout.epoch not in self._kept.get(rollout_id, ()):
+            self._live_bytes.subtract(rollout.bytes_in)
+
+    # reading
+
+    def entries(self, rollout_id: str) -> list[tuple[str, Location]]:
+        """Call id and location of each record of a live rollout, in the order of the log."""
+        rollout = self._rollouts.get(rollout_id)
+        return [] if rollout is None else sorted(rollout.entries.items(), key=lambda item: item[1])
+
+    def needs(self, frame: Frame, event: Event, location: Location) -> bool:
+        """Whether the record must be copied before its segment can be deleted."""
+        if isinstance(event, Retired):
+            return event.keeps_records or self._tombstones.get(frame.rollout_id) == (event, location)
+        if frame.epoch in self._kept.get(frame.rollout_id, ()):
+            return True
+        rollout = self._rollouts.get(frame.rollout_id)
+        if rollout is None or rollout.epoch != frame.epoch:
+            return False
+        return frame.type is not RecordType.COMMITTED or rollout.entries.get(frame.call_id) == location
+
+    def live_bytes(self, number: int) -> int:
+        return self._live_bytes[number]

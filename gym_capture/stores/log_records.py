@@ -1,0 +1,69 @@
+"""Facts of a rollout as records of the log, and back."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Final
+
+from gym_capture.codec import decode_intent, peek_entry
+from gym_capture.errors import CorruptLogError, RecordError
+from gym_capture.records import RecordProblem
+from gym_capture.rollout_state import Abandoned, Begun, Committed, Event, MarkedIncomplete, ProblemFound, Retired
+from gym_capture.stores.frames import Draft, Frame, RecordType, pack_key
+
+_to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
+
+def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
+    """The record of an event. `encoded` is the intent or the entry of one that has it, else not used."""
+    match event:
+        case Begun(epoch, intent):
+            return Draft(RecordType.BEGUN, epoch, pack_key(rollout_id, intent.model_call_id), encoded)
+        case Committed(epoch, call_id, _):
+            return Draft(RecordType.COMMITTED, epoch, pack_key(rollout_id, call_id), encoded)
+        case Abandoned(epoch, call_id):
+            return Draft(RecordType.ABANDONED, epoch, pack_key(rollout_id, call_id), b"")
+        case MarkedIncomplete(epoch, reason):
+            return Draft(RecordType.INCOMPLETE, epoch, pack_key(rollout_id), reason.encode("utf-8", "surrogatepass"))
+        case ProblemFound(epoch, problem):
+            payload = _pack([problem.reason, problem.call_id, problem.field, problem.detail])
+            return Draft(RecordType.PROBLEM, epoch, pack_key(rollout_id, problem.call_id or ""), payload)
+        case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
+            payload = _pack([consumed_epoch, snapshot_id, version, retired_at, keeps_records])
+            return Draft(RecordType.RETIRED, epoch, pack_key(rollout_id), payload)
+
+
+def event_of(frame: Frame) -> Event:
+    """The event of a record. Raises `CorruptLogError` on a whole record that says nothing this version reads."""
+    try:
+        match frame.type:
+            case RecordType.BEGUN:
+                return Begun(frame.epoch, decode_intent(frame.payload))
+            case RecordType.COMMITTED:
+                return Committed(frame.epoch, frame.call_id, peek_entry(frame.payload).payload_digest)
+            case RecordType.ABANDONED:
+                return Abandoned(frame.epoch, frame.call_id)
+            case RecordType.INCOMPLETE:
+                return MarkedIncomplete(frame.epoch, frame.payload.decode("utf-8", "surrogatepass"))
+            case RecordType.PROBLEM:
+                reason, call_id, field, detail = _unpack(frame.payload)
+                return ProblemFound(
+                    frame.epoch, RecordProblem(reason=reason, call_id=call_id, field=field, detail=detail)
+                )
+            case RecordType.RETIRED:
+                return Retired(frame.epoch, *_unpack(frame.payload))
+    except (RecordError, ValueError, TypeError) as error:
+        raise CorruptLogError(
+            f"a {frame.type.name} record of the log cannot be read although it is whole: {error}",
+            rollout_id=frame.rollout_id,
+            call_id=frame.call_id or None,
+        ) from error
+
+
+def _pack(values: list[object]) -> bytes:
+    return _to_json(values).encode("utf-8", "surrogatepass")
+
+
+def _unpack(payload: bytes) -> list[Any]:
+    values: list[Any] = json.loads(payload.decode("utf-8", "surrogatepass"))
+    return values
