@@ -24,7 +24,8 @@ class TokenSink(Protocol):
     async def begin_call(self, intent: CallIntent) -> int:
         """Makes the intent of a call durable; returns the rollout's epoch, which the call's later writes carry.
 
-        Repeating an intent is a no-op that returns the same epoch.
+        Repeating an intent is a no-op that returns the same epoch. Raises `RetiredRolloutError` for a rollout that was
+        dropped and not cleared since: its agent may still be running.
         """
         ...
 

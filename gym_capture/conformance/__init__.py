@@ -1,0 +1,106 @@
+"""One suite that any sink and source can be put through, whoever wrote it.
+
+Invariant: a check is one sentence of the contract in `gym_capture.protocols`; its docstring is that sentence, its
+name says it in short. A check gets a store of its own that nothing was written to.
+
+Flow: `run_conformance(factory)` -> one `Result` per check -> a test asserts on them, a command prints them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from dataclasses import dataclass
+
+from gym_capture.conformance.checks import CHECKS, DURABILITY_CHECKS
+from gym_capture.conformance.support import (
+    Check,
+    ConformanceError,
+    DurabilityCheck,
+    Factory,
+    Reopen,
+    Store,
+    sample_entry,
+    sample_intent,
+)
+
+__all__ = [
+    "CHECKS",
+    "DURABILITY_CHECKS",
+    "Check",
+    "ConformanceError",
+    "DurabilityCheck",
+    "Factory",
+    "Reopen",
+    "Result",
+    "Store",
+    "run_check",
+    "run_conformance",
+    "sample_entry",
+    "sample_intent",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What became of one check."""
+
+    name: str
+    contract: str
+    """The sentence that was checked."""
+    failure: str | None
+    """None: it holds."""
+
+    @property
+    def passed(self) -> bool:
+        return self.failure is None
+
+
+async def run_conformance(factory: Factory, *, reopen: Reopen | None = None, timeout_s: float = 60.0) -> list[Result]:
+    """Puts stores that `factory` makes through every check, those about restarts only if there is a `reopen`."""
+    results = [await _run(name, check, factory, timeout_s) for name, check in CHECKS.items()]
+    if reopen is not None:
+        for name, durability_check in DURABILITY_CHECKS.items():
+            results.append(await _run(name, _with_reopen(durability_check, reopen), factory, timeout_s))
+    return results
+
+
+async def run_check(name: str, factory: Factory, *, reopen: Reopen | None = None, timeout_s: float = 60.0) -> Result:
+    """One check by its name. Raises `KeyError` for a name that is in neither list."""
+    if name in CHECKS:
+        return await _run(name, CHECKS[name], factory, timeout_s)
+    check = DURABILITY_CHECKS[name]
+    if reopen is None:
+        return Result(name, _contract(check), "needs a way to reopen the store")
+    return await _run(name, _with_reopen(check, reopen), factory, timeout_s)
+
+
+async def _run(name: str, check: Check, factory: Factory, timeout_s: float) -> Result:
+    async def attempt() -> None:
+        store = await factory()
+        try:
+            await check(store)
+        finally:
+            await store.close()
+
+    # Gathered, not awaited: whatever a foreign store raises is a result of the suite, not an end to it.
+    (outcome,) = await asyncio.gather(asyncio.wait_for(attempt(), timeout_s), return_exceptions=True)
+    if outcome is None:
+        return Result(name, _contract(check), None)
+    if isinstance(outcome, ConformanceError):
+        return Result(name, _contract(check), str(outcome))
+    if isinstance(outcome, TimeoutError):
+        return Result(name, _contract(check), f"did not finish within {timeout_s:g} s")
+    return Result(name, _contract(check), f"raised {outcome!r}")
+
+
+def _with_reopen(check: DurabilityCheck, reopen: Reopen) -> Check:
+    async def run(store: Store) -> None:
+        await check(store, reopen)
+
+    run.__doc__ = check.__doc__
+    return run
+
+
+def _contract(check: Check | DurabilityCheck) -> str:
+    return " ".join((inspect.getdoc(check) or "").split())

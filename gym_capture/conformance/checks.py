@@ -1,0 +1,452 @@
+"""The contract of sinks and sources, one sentence a check."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from gym_capture.conformance.support import (
+    Check,
+    DurabilityCheck,
+    Reopen,
+    Store,
+    expect,
+    expect_clean,
+    expect_entries,
+    expect_equal,
+    expect_error,
+    expect_same,
+    run_call,
+    sample_entry,
+    sample_intent,
+)
+from gym_capture.errors import (
+    ConflictingCallError,
+    InvalidRolloutIdError,
+    RetiredRolloutError,
+    StaleSnapshotError,
+    StoreUnavailableError,
+)
+from gym_capture.records import Continues
+
+# --- reading back what was written -------------------------------------------------------------------------------
+
+
+async def unknown_rollout_is_empty(store: Store) -> None:
+    """A rollout that is unknown gives an empty snapshot at version 0."""
+    snapshot = await store.freeze("r")
+    expect_equal((snapshot.rollout_id, snapshot.version, snapshot.entries), ("r", 0, ()), "snapshot")
+    expect_clean(snapshot)
+    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
+
+
+async def entry_comes_back_whole(store: Store) -> None:
+    """An entry is read back with every field as it was put."""
+    entry, _ = await run_call(store, "r", "c")
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot, entry)
+    expect_clean(snapshot)
+
+
+async def deltas_come_back(store: Store) -> None:
+    """A call that continues another is read back, put whole or as a delta."""
+    first, epoch = await run_call(store, "r", "c1")
+    whole = sample_entry("r", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", first.cum_len))
+    delta = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len)).as_delta()
+    for entry in (whole, delta):
+        await store.begin_call(sample_intent("r", entry.model_call_id))
+        await store.put(entry, epoch=epoch)
+    expect_entries(await store.freeze("r"), first, whole, delta)
+
+
+async def strange_text_comes_back(store: Store) -> None:
+    """Text that a model or a client can produce comes back exactly: half an emoji, control characters, any script."""
+    for index, text in enumerate(("\ud83d", "a\0b\x1b\u2028", "😀 日本 \udc80", "", '"\\')):
+        epoch = await store.begin_call(sample_intent(f"r{index}", "c"))
+        entry = replace(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
+        await store.put(entry, epoch=epoch)
+        expect_entries(await store.freeze(f"r{index}"), entry)
+
+
+async def engine_arrays_come_back(store: Store) -> None:
+    """Arrays of the engine beside the ids keep their dtype and shape."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    entry = replace(
+        sample_entry("r", "c"),
+        routed_experts=np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2),
+        sampling_mask=np.array([[True, False], [False, True]]),
+    )
+    await store.put(entry, epoch=epoch)
+    expect_entries(await store.freeze("r"), entry)
+
+
+async def empty_generation_comes_back(store: Store) -> None:
+    """A call that generated nothing has a record too."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    empty = sample_entry("r", "c", generation=())
+    entry = replace(empty, finish_reason="abort", output_items=(), token_item_index=None)
+    await store.put(entry, epoch=epoch)
+    expect_entries(await store.freeze("r"), entry)
+
+
+async def rollouts_do_not_mix(store: Store) -> None:
+    """Rollouts are apart, also when their calls have the same ids."""
+    first, _ = await run_call(store, "a", "c")
+    second, _ = await run_call(store, "b.1-_", "c")
+    expect_entries(await store.freeze("a"), first)
+    expect_entries(await store.freeze("b.1-_"), second)
+    expect_equal(list(await store.rollout_ids()), ["a", "b.1-_"], "live rollouts")
+
+
+# --- intents -----------------------------------------------------------------------------------------------------
+
+
+async def intent_repeats(store: Store) -> None:
+    """Repeating an intent is a no-op that returns the same epoch, before and after the call's record is put."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    before = await store.freeze("r")
+    expect_equal(await store.begin_call(sample_intent("r", "c")), epoch, "epoch")
+    expect_same(await store.freeze("r"), before)
+    await store.put(sample_entry("r", "c"), epoch=epoch)
+    recorded = await store.freeze("r")
+    expect_equal(await store.begin_call(sample_intent("r", "c")), epoch, "epoch")
+    expect_same(await store.freeze("r"), recorded)
+
+
+async def calls_share_an_epoch(store: Store) -> None:
+    """All calls of one attempt carry the same epoch, also those that begin at the same moment."""
+    epochs = await asyncio.gather(*(store.begin_call(sample_intent("r", f"c{index}")) for index in range(8)))
+    expect_equal(len(set(epochs)), 1, "number of epochs")
+
+
+async def dangling_intent_is_incomplete(store: Store) -> None:
+    """An intent without an entry makes the snapshot incomplete."""
+    await store.begin_call(sample_intent("r", "c"))
+    snapshot = await store.freeze("r")
+    expect_equal(snapshot.incomplete, ("dangling_intent:c",), "incomplete")
+    expect(snapshot.version > 0, "an intent must give the rollout a version")
+
+
+async def abandoned_call_is_not_missed(store: Store) -> None:
+    """An abandoned call leaves neither a record nor a gap. Repeating it is a no-op."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    await store.abandon_call("r", "c", epoch=epoch)
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot)
+    expect_clean(snapshot)
+    await store.abandon_call("r", "c", epoch=epoch)
+    expect_same(await store.freeze("r"), snapshot)
+
+
+async def record_without_intent_is_accepted(store: Store) -> None:
+    """A record under the current epoch is accepted although its intent is unknown."""
+    first, epoch = await run_call(store, "r", "c1")
+    second = sample_entry("r", "c2")
+    await store.put(second, epoch=epoch)
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot, first, second)
+    expect_clean(snapshot)
+
+
+async def rollout_ids_are_checked(store: Store) -> None:
+    """An id outside the allowed alphabet is refused before it becomes a file name."""
+    for rollout_id in ("", "..", "a/b", "a\0b", "x" * 129):
+        await expect_error(
+            store.begin_call(sample_intent(rollout_id, "c")), InvalidRolloutIdError, f"rollout id {rollout_id[:9]!r}"
+        )
+    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
+
+
+# --- repeats and conflicts ---------------------------------------------------------------------------------------
+
+
+async def put_repeats(store: Store) -> None:
+    """The same call with the same content again is a no-op, also at the same moment."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    entry = sample_entry("r", "c")
+    await asyncio.gather(*(store.put(entry, epoch=epoch) for _ in range(8)))
+    before = await store.freeze("r")
+    expect_entries(before, entry)
+    await store.put(entry, epoch=epoch)
+    expect_same(await store.freeze("r"), before)
+    expect_clean(before)
+
+
+async def conflicting_put_is_refused(store: Store) -> None:
+    """Other content for a recorded call is refused; the first record stays and the rollout is masked, once."""
+    entry, epoch = await run_call(store, "r", "c")
+    for log_prob in (-3.0, -4.0):
+        other = replace(entry, generation_log_probs=np.full(2, log_prob, dtype=np.float32))
+        await expect_error(store.put(other, epoch=epoch), ConflictingCallError, "a conflicting put")
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot, entry)
+    expect_equal([(p.reason, p.call_id) for p in snapshot.problems], [("conflicting_call_id", "c")], "problems")
+
+
+async def one_of_two_conflicting_puts_wins(store: Store) -> None:
+    """Of two puts of one call with different content at the same moment, one is recorded and one refused."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    entries = [sample_entry("r", "c", generation=(4, index)) for index in range(2)]
+    outcomes = await asyncio.gather(*(store.put(entry, epoch=epoch) for entry in entries), return_exceptions=True)
+    winners = [entry for entry, outcome in zip(entries, outcomes, strict=True) if outcome is None]
+    expect_equal(len(winners), 1, "puts that were acknowledged")
+    expect(any(isinstance(outcome, ConflictingCallError) for outcome in outcomes), f"outcomes: got {outcomes!r}")
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot, *winners)
+    expect_equal([problem.reason for problem in snapshot.problems], ["conflicting_call_id"], "problems")
+
+
+async def incomplete_marks_are_kept(store: Store) -> None:
+    """What was marked incomplete is in every later snapshot, once for each reason."""
+    entry, epoch = await run_call(store, "r", "c")
+    for reason in ("capture_failed:c", "client_gone", "client_gone"):
+        await store.mark_incomplete("r", reason, epoch=epoch)
+    snapshot = await store.freeze("r")
+    expect_equal(snapshot.incomplete, ("capture_failed:c", "client_gone"), "incomplete")
+    expect_entries(snapshot, entry)
+
+
+async def concurrent_puts_all_arrive(store: Store) -> None:
+    """Calls of many rollouts at the same moment are all there, each exactly once."""
+    calls = [(f"r{index % 5}", f"c{index}") for index in range(60)]
+    await asyncio.gather(*(run_call(store, rollout_id, call_id) for rollout_id, call_id in calls))
+    for rollout_id in {rollout_id for rollout_id, _ in calls}:
+        snapshot = await store.freeze(rollout_id)
+        expect_entries(snapshot, *(sample_entry(*call) for call in calls if call[0] == rollout_id))
+        expect_clean(snapshot)
+
+
+# --- freezing, dropping, clearing --------------------------------------------------------------------------------
+
+
+async def freeze_repeats(store: Store) -> None:
+    """Freezing the same content gives the same snapshot id and version."""
+    await run_call(store, "r", "c")
+    await store.begin_call(sample_intent("r", "d"))
+    expect_same(await store.freeze("r"), await store.freeze("r"))
+
+
+async def every_write_bumps_the_version(store: Store) -> None:
+    """A write after a freeze gives the next snapshot a higher version and another id."""
+    epoch = await store.begin_call(sample_intent("r", "c"))
+    writes: tuple[Callable[[], Awaitable[object]], ...] = (
+        lambda: store.put(sample_entry("r", "c"), epoch=epoch),
+        lambda: store.begin_call(sample_intent("r", "d")),
+        lambda: store.abandon_call("r", "d", epoch=epoch),
+        lambda: store.mark_incomplete("r", "why", epoch=epoch),
+    )
+    before = await store.freeze("r")
+    for write in writes:
+        await write()
+        after = await store.freeze("r")
+        expect(after.version > before.version, f"version: got {after.version}, expected > {before.version}")
+        expect(after.snapshot_id != before.snapshot_id, "the snapshot id must change with the content")
+        before = after
+
+
+async def drop_retires_what_was_consumed(store: Store) -> None:
+    """Dropping the current snapshot forgets the rollout. Repeating it is a no-op."""
+    await run_call(store, "r", "c")
+    other, _ = await run_call(store, "other", "c")
+    snapshot = await store.freeze("r")
+    for _ in range(2):
+        await store.drop("r", snapshot.snapshot_id, snapshot.version)
+        empty = await store.freeze("r")
+        expect_equal((empty.version, empty.entries), (0, ()), "snapshot of a dropped rollout")
+        expect_equal(list(await store.rollout_ids()), ["other"], "live rollouts")
+    expect_entries(await store.freeze("other"), other)
+
+
+async def stale_drop_is_refused(store: Store) -> None:
+    """Dropping a snapshot that was written to since is refused and loses nothing."""
+    first, epoch = await run_call(store, "r", "c1")
+    stale = await store.freeze("r")
+    second = sample_entry("r", "c2")
+    await store.put(second, epoch=epoch)
+    await expect_error(store.drop("r", stale.snapshot_id, stale.version), StaleSnapshotError, "a stale drop")
+    current = await store.freeze("r")
+    expect_entries(current, first, second)
+    await expect_error(store.drop("r", stale.snapshot_id, current.version), StaleSnapshotError, "another's id")
+    await store.drop("r", current.snapshot_id, current.version)
+
+
+async def late_writes_are_refused(store: Store) -> None:
+    """A writer of a dropped attempt is refused, whatever it writes, and revives nothing."""
+    _, epoch = await run_call(store, "r", "c")
+    snapshot = await store.freeze("r")
+    await store.drop("r", snapshot.snapshot_id, snapshot.version)
+    await _expect_late_writes_refused(store, epoch)
+    await expect_error(store.begin_call(sample_intent("r", "late")), RetiredRolloutError, "a late call")
+    expect_equal((await store.freeze("r")).version, 0, "version")
+    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
+
+
+async def clear_opens_a_new_attempt(store: Store) -> None:
+    """Clearing forgets what an earlier attempt left; its late writers cannot write to the next one."""
+    _, old_epoch = await run_call(store, "r", "c")
+    await store.begin_call(sample_intent("r", "d"))
+    await store.clear("r")
+    expect_equal((await store.freeze("r")).version, 0, "version")
+    entry, epoch = await run_call(store, "r", "c")
+    expect(epoch != old_epoch, "a new attempt must have a new epoch")
+    await _expect_late_writes_refused(store, old_epoch)
+    snapshot = await store.freeze("r")
+    expect_entries(snapshot, entry)
+    expect_clean(snapshot)
+
+
+async def clear_reopens_a_dropped_rollout(store: Store) -> None:
+    """A dropped rollout takes calls again once it was cleared, and dropping its old snapshot does not touch them."""
+    _, old_epoch = await run_call(store, "r", "c")
+    old = await store.freeze("r")
+    await store.drop("r", old.snapshot_id, old.version)
+    await store.clear("r")
+    await store.clear("r")
+    entry, epoch = await run_call(store, "r", "c")
+    expect(epoch != old_epoch, "a new attempt must have a new epoch")
+    snapshot = await store.freeze("r")
+    expect(snapshot.snapshot_id != old.snapshot_id, "equal calls of two attempts must not share a snapshot id")
+    await expect_error(store.drop("r", old.snapshot_id, old.version), StaleSnapshotError, "dropping the old snapshot")
+    expect_entries(await store.freeze("r"), entry)
+
+
+async def clear_of_nothing_is_allowed(store: Store) -> None:
+    """Clearing or dropping what does not exist does nothing."""
+    await store.clear("r")
+    empty = await store.freeze("r")
+    await store.drop("r", empty.snapshot_id, empty.version)
+    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
+    entry, _ = await run_call(store, "r", "c")
+    expect_entries(await store.freeze("r"), entry)
+
+
+async def unbegun_epoch_is_refused(store: Store) -> None:
+    """A write under an epoch that the store never gave out is refused."""
+    await expect_error(store.put(sample_entry("r", "c"), epoch=999), RetiredRolloutError, "a put without a rollout")
+    _, epoch = await run_call(store, "r", "c")
+    await expect_error(store.put(sample_entry("r", "d"), epoch=epoch + 999), RetiredRolloutError, "a foreign epoch")
+
+
+async def racing_drop_loses_nothing(store: Store) -> None:
+    """Of a put and a drop at the same moment, one is refused: no acknowledged record is dropped unseen."""
+    for attempt in range(8):
+        rollout_id = f"r{attempt}"
+        _, epoch = await run_call(store, rollout_id, "c")
+        snapshot = await store.freeze(rollout_id)
+        late = sample_entry(rollout_id, "late")
+        operations = [store.put(late, epoch=epoch), store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)]
+        if attempt % 2:
+            operations.reverse()
+        outcomes = await asyncio.gather(*operations, return_exceptions=True)
+        put, drop = reversed(outcomes) if attempt % 2 else outcomes
+        entries = (await store.freeze(rollout_id)).entries
+        if put is None:
+            expect(isinstance(drop, StaleSnapshotError), f"the put was acknowledged, the drop got {drop!r}")
+            expect_equal(len(entries), 2, "entries")
+        else:
+            expect(isinstance(put, RetiredRolloutError), f"the put got {put!r}")
+            expect_equal((drop, len(entries)), (None, 0), "drop and entries")
+
+
+async def closed_store_is_unavailable(store: Store) -> None:
+    """A closed store says so, retryably. Closing twice is allowed."""
+    _, epoch = await run_call(store, "r", "c")
+    await store.close()
+    await store.close()
+    await expect_error(store.put(sample_entry("r", "d"), epoch=epoch), StoreUnavailableError, "a put after close")
+    await expect_error(store.freeze("r"), StoreUnavailableError, "a freeze after close")
+
+
+async def _expect_late_writes_refused(store: Store, epoch: int) -> None:
+    for what, write in (
+        ("a late put", store.put(sample_entry("r", "late"), epoch=epoch)),
+        ("a late repeat", store.put(sample_entry("r", "c"), epoch=epoch)),
+        ("a late mark", store.mark_incomplete("r", "late", epoch=epoch)),
+        ("a late abandon", store.abandon_call("r", "c", epoch=epoch)),
+    ):
+        await expect_error(write, RetiredRolloutError, what)
+
+
+# --- restarts ----------------------------------------------------------------------------------------------------
+
+
+async def snapshot_survives_a_restart(store: Store, reopen: Reopen) -> None:
+    """After a restart a rollout has the same snapshot, and its calls go on under the same epoch."""
+    entry, epoch = await run_call(store, "r", "c")
+    await store.begin_call(sample_intent("r", "open"))
+    await store.mark_incomplete("r", "why", epoch=epoch)
+    before = await store.freeze("r")
+    store = await reopen(store)
+    expect_same(await store.freeze("r"), before)
+    expect_equal(await store.begin_call(sample_intent("r", "open")), epoch, "epoch")
+    await store.put(entry, epoch=epoch)
+    expect_same(await store.freeze("r"), before)
+    await store.put(sample_entry("r", "open"), epoch=epoch)
+    expect_equal((await store.freeze("r")).incomplete, ("why",), "incomplete")
+    await store.close()
+
+
+async def retirement_survives_a_restart(store: Store, reopen: Reopen) -> None:
+    """After a restart a dropped rollout stays dropped, and late writers of a cleared one are still refused."""
+    _, dropped_epoch = await run_call(store, "dropped", "c")
+    snapshot = await store.freeze("dropped")
+    await store.drop("dropped", snapshot.snapshot_id, snapshot.version)
+    _, cleared_epoch = await run_call(store, "r", "c")
+    await store.clear("r")
+    store = await reopen(store)
+    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
+    await store.drop("dropped", snapshot.snapshot_id, snapshot.version)
+    late = sample_entry("dropped", "late")
+    await expect_error(store.put(late, epoch=dropped_epoch), RetiredRolloutError, "a late put")
+    await expect_error(store.begin_call(sample_intent("dropped", "late")), RetiredRolloutError, "a late call")
+    await _expect_late_writes_refused(store, cleared_epoch)
+    entry, epoch = await run_call(store, "r", "c")
+    expect(epoch not in (cleared_epoch, dropped_epoch), "a new attempt must have a new epoch")
+    expect_entries(await store.freeze("r"), entry)
+    await store.close()
+
+
+CHECKS: Final[Mapping[str, Check]] = {
+    check.__name__: check
+    for check in (
+        unknown_rollout_is_empty,
+        entry_comes_back_whole,
+        deltas_come_back,
+        strange_text_comes_back,
+        engine_arrays_come_back,
+        empty_generation_comes_back,
+        rollouts_do_not_mix,
+        intent_repeats,
+        calls_share_an_epoch,
+        dangling_intent_is_incomplete,
+        abandoned_call_is_not_missed,
+        record_without_intent_is_accepted,
+        rollout_ids_are_checked,
+        put_repeats,
+        conflicting_put_is_refused,
+        one_of_two_conflicting_puts_wins,
+        incomplete_marks_are_kept,
+        concurrent_puts_all_arrive,
+        freeze_repeats,
+        every_write_bumps_the_version,
+        drop_retires_what_was_consumed,
+        stale_drop_is_refused,
+        late_writes_are_refused,
+        clear_opens_a_new_attempt,
+        clear_reopens_a_dropped_rollout,
+        clear_of_nothing_is_allowed,
+        unbegun_epoch_is_refused,
+        racing_drop_loses_nothing,
+        closed_store_is_unavailable,
+    )
+}
+"""The checks that every store is put through, by name."""
+
+DURABILITY_CHECKS: Final[Mapping[str, DurabilityCheck]] = {
+    check.__name__: check for check in (snapshot_survives_a_restart, retirement_survives_a_restart)
+}
+"""The checks of a store that survives a restart."""

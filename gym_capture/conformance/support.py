@@ -1,0 +1,112 @@
+"""What the checks are made of: the store under test, sample records, and expectations that say what was found."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Protocol, TypeAlias
+
+import numpy as np
+
+from gym_capture.codec import encode_entry
+from gym_capture.errors import GymCaptureError
+from gym_capture.protocols import TokenSink, TokenSource
+from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
+
+
+class Store(TokenSink, TokenSource, Protocol):
+    """What the suite tests: records written through it are read back through it."""
+
+
+Factory: TypeAlias = Callable[[], Awaitable[Store]]
+"""Makes an empty store."""
+Reopen: TypeAlias = Callable[[Store], Awaitable[Store]]
+"""Closes a store and opens it again on the same records, as after a restart."""
+Check: TypeAlias = Callable[[Store], Awaitable[None]]
+DurabilityCheck: TypeAlias = Callable[[Store, Reopen], Awaitable[None]]
+
+
+class ConformanceError(AssertionError):
+    """A store does not do what the contract says."""
+
+
+def sample_entry(
+    rollout_id: str,
+    call_id: str,
+    *,
+    prompt: Sequence[int] = (1, 2, 3),
+    generation: Sequence[int] = (4, 5),
+    parent: Parent | None = None,
+    text: str = "hello",
+) -> TokenEntry:
+    """A well-formed entry with everything set that an engine sets."""
+    prompt_ids, generated_ids = np.array(prompt, dtype=np.int32), np.array(generation, dtype=np.int32)
+    return TokenEntry(
+        rollout_id=rollout_id,
+        model_call_id=call_id,
+        model="policy",
+        requested_model="some-model",
+        has_tools=True,
+        prompt_token_ids=prompt_ids,
+        generation_token_ids=generated_ids,
+        generation_log_probs=np.linspace(-0.5, -1.5, len(generation), dtype=np.float32),
+        parent=Root() if parent is None else parent,
+        output_items=({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},),
+        token_item_index=0,
+        turn_key=f"key of {call_id}",
+        digest=digest_ids(prompt_ids, generated_ids),
+        finish_reason="stop",
+        weight_versions=(WeightSpan(0, len(generation), "1"),),
+        sampling={"temperature": 1.0, "top_p": 1.0},
+        max_tokens=100,
+        created_at=1_700_000_000.25,
+    )
+
+
+def sample_intent(rollout_id: str, call_id: str) -> CallIntent:
+    return CallIntent(rollout_id=rollout_id, model_call_id=call_id, created_at=1_700_000_000.0, request_digest="d")
+
+
+def expect(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConformanceError(message)
+
+
+def expect_equal(got: object, expected: object, what: str) -> None:
+    expect(got == expected, f"{what}: got {got!r}, expected {expected!r}")
+
+
+async def expect_error(operation: Awaitable[object], error: type[GymCaptureError], what: str) -> None:
+    (outcome,) = await asyncio.gather(operation, return_exceptions=True)
+    expect(isinstance(outcome, error), f"{what}: got {outcome!r}, expected {error.__name__}")
+
+
+def expect_entries(snapshot: Snapshot, *expected: TokenEntry) -> None:
+    """The snapshot has these entries, bit for bit, in any order, each whole or as a delta."""
+    got = {entry.model_call_id: encode_entry(entry.as_delta()) for entry in snapshot.entries}
+    want = {entry.model_call_id: encode_entry(entry.as_delta()) for entry in expected}
+    expect_equal(len(snapshot.entries), len(expected), "number of entries")
+    expect_equal(sorted(got), sorted(want), "recorded calls")
+    for call_id, encoded in want.items():
+        expect(got[call_id] == encoded, f"the record of call {call_id} came back with other content")
+
+
+def expect_clean(snapshot: Snapshot) -> None:
+    expect_equal((snapshot.incomplete, snapshot.problems), ((), ()), "incomplete and problems")
+
+
+def expect_same(got: Snapshot, expected: Snapshot) -> None:
+    expect_equal(
+        (got.snapshot_id, got.version, got.incomplete, got.problems),
+        (expected.snapshot_id, expected.version, expected.incomplete, expected.problems),
+        "snapshot",
+    )
+    expect_entries(got, *expected.entries)
+
+
+async def run_call(store: Store, rollout_id: str, call_id: str) -> tuple[TokenEntry, int]:
+    """One whole call; its entry and its epoch."""
+    epoch = await store.begin_call(sample_intent(rollout_id, call_id))
+    entry = sample_entry(rollout_id, call_id)
+    await store.put(entry, epoch=epoch)
+    return entry, epoch

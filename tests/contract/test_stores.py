@@ -1,0 +1,63 @@
+"""The contract of sinks and sources, over every store of this package."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, Store, run_check, run_conformance
+from gym_capture.errors import StoreUnavailableError
+from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.stores.log import LogStore
+from gym_capture.stores.memory import MemoryStore
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_memory_store_keeps_the_contract(name: str) -> None:
+    _assert_passed(asyncio.run(run_check(name, MemoryStore.open)))
+
+
+@pytest.mark.parametrize("name", [*CHECKS, *DURABILITY_CHECKS])
+@pytest.mark.parametrize("segment_bytes", [1, 64 << 20])
+def test_log_store_keeps_the_contract(name: str, segment_bytes: int, tmp_path: Path) -> None:
+    async def open_log() -> LogStore:
+        return await LogStore.open(tmp_path, segment_bytes=segment_bytes)
+
+    async def reopen(store: Store) -> Store:
+        await store.close()
+        return await open_log()
+
+    _assert_passed(asyncio.run(run_check(name, open_log, reopen=reopen)))
+
+
+def test_suite_reports_what_a_store_does_wrong() -> None:
+    class Forgetful(MemoryStore):
+        """Acknowledges records that it does not keep, and loses its connection when it is read."""
+
+        async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+            pass
+
+        async def freeze(self, rollout_id: str) -> Snapshot:
+            raise StoreUnavailableError("gone")
+
+        async def begin_call(self, intent: CallIntent) -> int:
+            if intent.rollout_id == "r0":
+                await asyncio.Event().wait()
+            return await super().begin_call(intent)
+
+    async def forgetful() -> Forgetful:
+        return Forgetful()
+
+    results = {result.name: result for result in asyncio.run(run_conformance(forgetful, timeout_s=0.2))}
+    assert list(results) == list(CHECKS)
+    assert results["rollout_ids_are_checked"].passed
+    assert results["conflicting_put_is_refused"].failure == (
+        "a conflicting put: got None, expected ConflictingCallError"
+    )
+    assert results["racing_drop_loses_nothing"].failure == "did not finish within 0.2 s"
+    assert results["freeze_repeats"].failure == "raised StoreUnavailableError('gone')"
+    assert results["freeze_repeats"].contract == "Freezing the same content gives the same snapshot id and version."
+
+
+def _assert_passed(result: Result) -> None:
+    assert result.passed, f"{result.contract}\n{result.failure}"
