@@ -15,8 +15,9 @@ Layout, all integers little-endian:
     6       2     zero
     8       4     H, bytes of the header
     12      4     C, bytes of the content
-    16      8     created_at, float64 (in front of the digest, so that a retried put is the same record)
-    24      16    payload digest: the first half of SHA-256 over everything that follows
+    16      8     created_at, float64
+    24      16    payload digest: the first half of SHA-256 over all the rest. Not over created_at, so that a call
+                  that is recorded again is the same record
     40      H     header: a JSON object, padded with spaces so that the arrays are aligned to 8 bytes
     40+H    C     content: the output items, a JSON array, padded likewise
     40+H+C        the arrays that the header's "arrays" lists as [name, dtype, shape], each padded to 8 bytes
@@ -51,9 +52,10 @@ from gym_capture.records import (
 CODEC_VERSION: Final = 1
 
 _MAGIC: Final = b"GCEN"
+_SIZES: Final = struct.Struct("<4sHHII")
 _PREFIX: Final = struct.Struct("<4sHHIId16s")
 _SNAPSHOT_MAGIC: Final = b"GCES"
-_SNAPSHOT_PREFIX: Final = struct.Struct("<4sHHII")
+_CREATED_AT: Final = struct.Struct("<d")
 _DIGEST_BYTES: Final = 16
 _ALIGNMENT: Final = 8
 _LIMIT_BYTES: Final = 1 << 30
@@ -159,11 +161,8 @@ def encode_entry(entry: TokenEntry) -> bytes:
     body = b"".join((header_bytes, content_bytes, *blobs))
     if len(body) >= _LIMIT_BYTES:
         raise _error(entry, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
-    digest = hashlib.sha256(body).digest()[:_DIGEST_BYTES]
-    prefix = _PREFIX.pack(
-        _MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes), float(entry.created_at), digest
-    )
-    return prefix + body
+    sizes = _SIZES.pack(_MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes))
+    return b"".join((sizes, _CREATED_AT.pack(entry.created_at), _payload_digest(sizes, body), body))
 
 
 def peek_entry(data: bytes) -> EntryKey:
@@ -183,7 +182,7 @@ def decode_entry(data: bytes) -> TokenEntry:
     """
     header_len, content_len, created_at, digest = _read_prefix(data)
     body = memoryview(data)[_PREFIX.size :]
-    if hashlib.sha256(body).digest()[:_DIGEST_BYTES] != digest:
+    if _payload_digest(data[: _SIZES.size], body) != digest:
         raise RecordError("the digest of an encoded entry does not match its bytes: it was damaged", field="payload")
     header = _load_object(bytes(body[:header_len]), "header")
     _refuse_unknown(header.keys() - _HEADER_FIELDS, what="an encoded entry")
@@ -208,6 +207,12 @@ def decode_entry(data: bytes) -> TokenEntry:
         )
     except (KeyError, TypeError, ValueError, OverflowError, InvalidRolloutIdError) as error:
         raise RecordError(f"an encoded entry is not well-formed: {error!r}", field="header") from error
+
+
+def _payload_digest(sizes: bytes, body: bytes | memoryview) -> bytes:
+    hasher = hashlib.sha256(sizes)
+    hasher.update(body)
+    return hasher.digest()[:_DIGEST_BYTES]
 
 
 def _read_prefix(data: bytes) -> tuple[int, int, float, bytes]:
@@ -327,7 +332,7 @@ def join_snapshot(snapshot: Snapshot, encoded_entries: Sequence[bytes]) -> bytes
         ).encode("utf-8", "surrogatepass"),
         b" ",
     )
-    prefix = _SNAPSHOT_PREFIX.pack(_SNAPSHOT_MAGIC, CODEC_VERSION, 0, len(header), 0)
+    prefix = _SIZES.pack(_SNAPSHOT_MAGIC, CODEC_VERSION, 0, len(header), 0)
     return b"".join((prefix, header, *encoded_entries))
 
 
@@ -336,12 +341,12 @@ def decode_snapshot(data: bytes) -> Snapshot:
 
     Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged as a whole.
     """
-    if len(data) < _SNAPSHOT_PREFIX.size or data[:4] != _SNAPSHOT_MAGIC:
+    if len(data) < _SIZES.size or data[:4] != _SNAPSHOT_MAGIC:
         raise RecordError("these bytes are not an encoded snapshot", field="magic")
-    _, version, _, header_len, _ = _SNAPSHOT_PREFIX.unpack_from(data)
+    _, version, _, header_len, _ = _SIZES.unpack_from(data)
     _check_version(version, what="an encoded snapshot")
-    offset = _SNAPSHOT_PREFIX.size + header_len
-    header = _load_object(data[_SNAPSHOT_PREFIX.size : offset], "header")
+    offset = _SIZES.size + header_len
+    header = _load_object(data[_SIZES.size : offset], "header")
     _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS, what="an encoded snapshot")
     if header.keys() != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
