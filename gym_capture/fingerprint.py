@@ -6,9 +6,9 @@ what a model wrote or a client sent.
 
 What does not count, because clients change it while they echo a conversation:
 
-- ids of tool calls. Which call a tool result answers counts by position instead: the first unanswered call with the
-  result's id, in the latest turn that has one. A result that answers no open call is told apart by its id, as nothing
-  else says what it answers;
+- ids of tool calls. Which call a tool result answers counts by position instead: in the latest turn that has a call
+  with the result's id, the first such call that is not answered yet. A result that answers no open call is told apart
+  by its id, as nothing else says what it answers;
 - reasoning of an assistant turn, and whitespace around its text. A turn with nothing in it still is a turn;
 - the spelling of tool arguments (`canonical_arguments`);
 - the volatile part of a system text, by named rules (`NormalizationRule`); a rule that fired is reported.

@@ -467,6 +467,19 @@ def test_the_previous_fingerprint_never_changes_the_result(
     assert Fingerprinter().fingerprint(conversation, again).key_with(turn) == alone.key_with(turn)
 
 
+def test_a_previous_fingerprint_under_other_rules_is_of_no_use() -> None:
+    conversation = Conversation((billed("cch=1;"), USER, AssistantTurn("A")))
+    unruly = Fingerprinter(()).fingerprint(conversation)
+    assert Fingerprinter().fingerprint(conversation, unruly) == Fingerprinter().fingerprint(conversation)
+    assert unruly.turn_keys != Fingerprinter().fingerprint(conversation, unruly).turn_keys
+
+
+def test_rules_that_fired_only_on_what_is_gone_are_not_reported() -> None:
+    before = Fingerprinter().fingerprint(Conversation((USER, AssistantTurn("A"), billed("cch=1;"))))
+    after = Fingerprinter().fingerprint(Conversation((USER, AssistantTurn("A"), Message("user", "B"))), before)
+    assert (before.normalized, after.normalized) == (("billing_header",), ())
+
+
 @given(conversations)
 def test_the_key_of_a_generated_turn_is_the_key_of_its_echo(conversation: Conversation) -> None:
     turn = AssistantTurn("next", (ToolCall("c9", "f", "{}"),), "r")
