@@ -225,8 +225,10 @@ class _Rollout:
         self.nbytes += _CALL_BYTES + sys.getsizeof(call.call_id)
         self.calls[call.call_id] = self._latest = call
         if call.owned_key is not None:
-            self.owners.setdefault(call.owned_key, []).append(call)
-            self.nbytes += sys.getsizeof(call.owned_key)
+            if call.owned_key not in self.owners:
+                self.owners[call.owned_key] = []
+                self.nbytes += _OWNED_KEY_BYTES + sys.getsizeof(call.owned_key)
+            self.owners[call.owned_key].append(call)
         return None
 
 
@@ -272,5 +274,6 @@ def _problem(entry: TokenEntry, reason: str, field: str, detail: str) -> RecordP
 
 _ROLLOUT_BYTES: Final = 400
 _STRAND_BYTES: Final = 550
-_CALL_BYTES: Final = 450
+_CALL_BYTES: Final = 270
+_OWNED_KEY_BYTES: Final = 180
 """Python objects and dict slots around what is counted exactly, as measured; a hash state is 280 of a strand's."""

@@ -297,7 +297,7 @@ def test_roles_and_whitespace_of_what_the_client_wrote_count(other: Message) -> 
 
 def test_a_message_is_no_tool_result_though_they_compare_equal_as_tuples() -> None:
     message, result = Message("user", "x"), ToolResult("user", "x")
-    assert message == result
+    assert tuple(message) == tuple(result)
     fingerprinter = Fingerprinter()
     before = fingerprinter.fingerprint(Conversation((message, AssistantTurn("A"))))
     after = fingerprinter.fingerprint(Conversation((result, AssistantTurn("A"))), before)

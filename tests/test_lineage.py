@@ -380,3 +380,10 @@ def test_retries_and_prompts_rendered_anew_share_what_they_have_in_common() -> N
     unique_ids = 10_000 + 20 * 50 + 100 + 20 * 50
     assert traced <= 6 * unique_ids + 1_000 * len(calls)
     assert traced < own < 1.25 * traced, "its own account has the hash states too, which tracemalloc does not see"
+
+
+def test_retries_that_generated_the_same_cost_no_ids() -> None:
+    same = [call(f"same-{n:03}", ids_of(300), ids_of(50, seed=1), key="k") for n in range(50)]
+    traced, own = traced_bytes_of_index(same)
+    assert traced < 500 * len(same)
+    assert traced < own < 500 * len(same)
