@@ -1,0 +1,346 @@
+"""The life of one model call, from a parsed request to a durable record.
+
+Invariant: what ends a reply (`finish` of the encoder, or the body of a reply that is not streamed) is handed out only
+after the record of the call is durable and visible to lineage - or after the rollout was marked incomplete. A capture
+failure never fails a call that has generated; a failure before generation costs no compute.
+
+Flow: `CallService.begin` registers the intent and resolves the parent (one round trip), renders or splices the prompt,
+and starts the engine -> `CallInFlight.events` streams -> `complete` commits -> `ModelReply`. `fail` ends it otherwise.
+Token arrays stay between the engine and the state actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+import uuid
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage
+from gym_capture.conversation import AssistantTurn
+from gym_capture.engines.base import Engine, Generation, GenerationChunk
+from gym_capture.errors import (
+    ContextLengthError,
+    EngineError,
+    GymCaptureError,
+    RecordError,
+    StoreError,
+    UnknownModelError,
+)
+from gym_capture.fingerprint import Fingerprint, Fingerprinter
+from gym_capture.output_items import output_items
+from gym_capture.protocols import Resolution, Resolved
+from gym_capture.records import (
+    CallIntent,
+    Continues,
+    IdArray,
+    Parent,
+    Root,
+    TokenEntry,
+    Unresolved,
+    check_rollout_id,
+    digest_ids,
+)
+from gym_capture.serving.state import Begun
+from gym_capture.splice import Spliced, full_prompt, splice
+
+logger = logging.getLogger(__name__)
+
+
+class CallState(Protocol):
+    """What a call needs of the state actors."""
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun: ...
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What the engine runs, and why it is that."""
+
+    ids: IdArray
+    resolution: Resolution
+    not_spliced: str | None = None
+    """Why a resolved parent's ids were not supplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tracked:
+    """What a call of a rollout carries besides its request."""
+
+    rollout_id: str
+    epoch: int
+    fingerprint: Fingerprint
+
+
+class CallService:
+    """Runs model calls on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        state: CallState | None,
+        fingerprinter: Fingerprinter,
+        prefix_supply: bool,
+        sampling_pin: Mapping[str, Any],
+        session_cache: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self._fingerprinter = fingerprinter
+        self._prefix_supply = prefix_supply
+        self._pin = dict(sampling_pin)
+        self._sessions: OrderedDict[str, Fingerprint] = OrderedDict()
+        self._session_cache = session_cache
+        self._clock = clock
+        # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
+
+    async def begin(self, request: ModelRequest, *, rollout_id: str | None, body: bytes) -> CallInFlight:
+        """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
+        if rollout_id is None:
+            if request.requested_model != self._engine.model.name:
+                raise UnknownModelError(
+                    f"the model {request.requested_model[:64]!r} does not exist; "
+                    f"this graph serves {self._engine.model.name!r}"
+                )
+        else:
+            check_rollout_id(rollout_id)
+        request = replace(request, sampling={**request.sampling, **self._pin})
+        call_id = f"chatcmpl-{uuid.uuid4().hex}"
+        tracked: Tracked | None = None
+        resolution: Resolution = Root()
+        if rollout_id is not None and self._state is not None:
+            fingerprint = self._fingerprint(rollout_id, request)
+            intent = CallIntent(
+                rollout_id=rollout_id,
+                model_call_id=call_id,
+                created_at=self._clock(),
+                request_digest=hashlib.sha256(body).hexdigest(),
+            )
+            begun = await self._state.begin(intent, fingerprint.turn_keys)
+            tracked, resolution = Tracked(rollout_id, begun.epoch, fingerprint), begun.resolution
+        try:
+            prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
+            generation, max_tokens = self._generate(request, prompt, call_id)
+        except BaseException:
+            if tracked is not None and self._state is not None:
+                await self._state.abandon_call(tracked.rollout_id, call_id, epoch=tracked.epoch)
+            raise
+        return CallInFlight(
+            call_id=call_id,
+            request=request,
+            prompt=prompt,
+            generation=generation,
+            max_tokens=max_tokens,
+            engine=self._engine,
+            tracked=tracked,
+            state=self._state,
+            clock=self._clock,
+        )
+
+    def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:
+        """The conversation's fingerprint; the rollout's last one saves hashing what has not changed."""
+        fingerprint = self._fingerprinter.fingerprint(request.conversation, self._sessions.get(rollout_id))
+        self._sessions[rollout_id] = fingerprint
+        self._sessions.move_to_end(rollout_id)
+        if len(self._sessions) > self._session_cache:
+            self._sessions.popitem(last=False)
+        return fingerprint
+
+    def _prompt(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        """The spliced prompt where a parent is proven, else the whole conversation through the template."""
+        template, conversation = self._engine.template, request.conversation
+        not_spliced = None
+        if isinstance(resolution, Resolved):
+            if not self._prefix_supply:
+                not_spliced = "prefix_supply_off"
+            else:
+                spliced = splice(template, conversation, turn=resolution.turn, parent_ids=resolution.cumulative_ids)
+                if isinstance(spliced, Spliced):
+                    return Prompt(spliced.ids, resolution)
+                not_spliced = spliced.reason
+        return Prompt(full_prompt(template, conversation), resolution, not_spliced)
+
+    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> tuple[Generation, int]:
+        limit = self._engine.model.max_model_len
+        room = limit - int(prompt.ids.size)
+        if room < 1:
+            raise ContextLengthError(
+                f"the prompt has {prompt.ids.size} tokens, but this model's context holds {limit}, "
+                "generation included; shorten the conversation",
+                call_id=call_id,
+            )
+        max_tokens = min(request.max_tokens or room, room)
+        generation = self._engine.generate(
+            call_id=call_id, prompt_ids=prompt.ids, request=request, max_tokens=max_tokens, stream=request.stream
+        )
+        return generation, max_tokens
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError`."""
+        await self._engine.check_health()
+
+    async def close(self) -> None:
+        self._renderer.shutdown(wait=False)
+        await self._engine.close()
+
+
+class CallInFlight:
+    """One call between its first and its last token. Exactly one of `complete` and `fail` ends it."""
+
+    def __init__(
+        self,
+        *,
+        call_id: str,
+        request: ModelRequest,
+        prompt: Prompt,
+        generation: Generation,
+        max_tokens: int,
+        engine: Engine,
+        tracked: Tracked | None,
+        state: CallState | None,
+        clock: Callable[[], float],
+    ) -> None:
+        self.call_id = call_id
+        self.request = request
+        self._prompt = prompt
+        self._generation = generation
+        self._max_tokens = max_tokens
+        self._engine = engine
+        self._tracked = tracked
+        self._state = state
+        self._clock = clock
+        self._chunks: list[GenerationChunk] = []
+        self._turn = TurnBuilder()
+
+    async def events(self) -> AsyncIterator[tuple[Sequence[ReplyEvent], tuple[TokenLogProb, ...] | None]]:
+        """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
+        async for chunk in self._generation.chunks:
+            self._chunks.append(chunk)
+            events = self._generation.parser.feed(chunk)
+            for event in events:
+                self._turn.add(event)
+            if events or chunk.shown_log_probs:
+                yield events, chunk.shown_log_probs
+        if not self._chunks or self._chunks[-1].finish_reason is None:
+            raise EngineError("the engine stopped without saying why", call_id=self.call_id)
+        if self._chunks[-1].finish_reason not in ("stop", "length"):
+            raise EngineError(f"the engine ended the call: {self._chunks[-1].finish_reason}", call_id=self.call_id)
+
+    async def complete(self) -> ModelReply:
+        """Commits the record, then says how the call ended."""
+        last, turn = self._chunks[-1], self._turn.turn()
+        assert last.finish_reason is not None
+        await self._commit(last.finish_reason, turn)
+        shown = None
+        if self.request.top_logprobs is not None:
+            shown = tuple(item for chunk in self._chunks for item in chunk.shown_log_probs or ())
+        stopped_to_call = last.finish_reason == "stop" and turn.tool_calls
+        return ModelReply(
+            turn=turn,
+            finish_reason="tool_calls" if stopped_to_call else last.finish_reason,
+            stop_reason=last.stop_reason,
+            usage=Usage(
+                prompt_tokens=int(self._prompt.ids.size),
+                completion_tokens=sum(int(chunk.token_ids.size) for chunk in self._chunks),
+                cached_tokens=last.cached_tokens,
+            ),
+            log_probs=shown,
+        )
+
+    async def fail(self) -> None:
+        """Ends a call that was cut off: by its client, or by the engine. What was generated is recorded as aborted."""
+        if self._tracked is None or self._state is None:
+            return
+        if self._chunks:
+            await self._commit("abort", self._turn.turn())
+        else:
+            try:
+                await self._state.abandon_call(self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
+            except StoreError as error:
+                logger.warning("could not close the intent of a failed call: %s", error)
+
+    async def _commit(self, finish_reason: str, turn: AssistantTurn) -> None:
+        if self._tracked is None or self._state is None:
+            return
+        try:
+            await self._state.put(self._entry(finish_reason, turn, self._tracked), epoch=self._tracked.epoch)
+        except (RecordError, StoreError) as error:
+            # Best effort, by design: the reply is served, the rollout is masked.
+            await self._capture_failed(error, self._tracked)
+
+    async def _capture_failed(self, error: GymCaptureError, tracked: Tracked) -> None:
+        logger.error("capture failed: %s (rollout %s, call %s)", error.message, tracked.rollout_id, self.call_id)
+        assert self._state is not None
+        try:
+            await self._state.mark_incomplete(tracked.rollout_id, f"capture_failed:{self.call_id}", epoch=tracked.epoch)
+        except StoreError as second:
+            # The intent stays open in the store, which makes the snapshot incomplete by itself.
+            logger.error("could not mark the rollout incomplete: %s", second)
+
+    def _entry(self, finish_reason: str, turn: AssistantTurn, tracked: Tracked) -> TokenEntry:
+        """The record. Raises `RecordError` for what the engine reported amiss."""
+        prompt_ids = self._chunks[0].prompt_token_ids
+        if prompt_ids is None:
+            raise RecordError(
+                "prompt_token_ids missing_prompt_ids: the engine did not report the prompt",
+                field="prompt_token_ids",
+                rollout_id=tracked.rollout_id,
+                call_id=self.call_id,
+            )
+        generated: IdArray = np.concatenate([chunk.token_ids for chunk in self._chunks])
+        resolution = self._prompt.resolution
+        supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)
+        items, token_item_index = output_items(turn)
+        last = self._chunks[-1]
+        return TokenEntry(
+            rollout_id=tracked.rollout_id,
+            model_call_id=self.call_id,
+            model=self._engine.model.name,
+            requested_model=self.request.requested_model,
+            has_tools=bool(self.request.conversation.tools),
+            prompt_token_ids=prompt_ids,
+            generation_token_ids=generated,
+            generation_log_probs=np.concatenate([chunk.log_probs for chunk in self._chunks]),
+            parent=_parent(resolution, supplied=supplied, not_spliced=self._prompt.not_spliced),
+            output_items=items,
+            token_item_index=token_item_index,
+            turn_key=tracked.fingerprint.key_with(turn),
+            digest=digest_ids(prompt_ids, generated),
+            finish_reason=finish_reason,
+            stop_reason=last.stop_reason,
+            prefix_requested=isinstance(resolution, Resolved),
+            prefix_supplied=supplied,
+            weight_versions=last.weight_versions,
+            sampling=self._generation.sampling,
+            max_tokens=self.request.max_tokens,
+            normalized=tracked.fingerprint.normalized,
+            routed_experts=last.routed_experts,
+            created_at=self._clock(),
+        )
+
+
+def _starts_with(ids: IdArray, prefix: IdArray) -> bool:
+    return ids.size >= prefix.size and bool(np.array_equal(ids[: prefix.size], prefix))
+
+
+def _parent(resolution: Resolution, *, supplied: bool, not_spliced: str | None) -> Parent:
+    """What is recorded: a parent only if the engine's own prompt starts with its ids."""
+    if isinstance(resolution, Resolved):
+        if supplied:
+            return Continues(resolution.call_id, int(resolution.cumulative_ids.size))
+        return Unresolved(not_spliced or "prefix_not_kept_by_engine")
+    return resolution

@@ -1,0 +1,74 @@
+"""The arguments of the graph, as a user writes them in a Serve config or on the `serve run` command line.
+
+Invariant: a misspelt key is an error that names it, never a silent default.
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
+
+
+def _json_if_string(value: object) -> object:
+    """`serve run module:build_app key=value` passes strings; let objects be written as JSON there."""
+    return json.loads(value) if isinstance(value, str) and value[:1] in ("{", "[") else value
+
+
+Object = Annotated[dict[str, Any], BeforeValidator(_json_if_string)]
+
+
+class StateArgs(BaseModel):
+    """Where calls are recorded: the state actors and the store that each of them hosts."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    shards: PositiveInt = 2
+    """How many state actors share the rollouts; one serves about 1,000 durable puts per second."""
+    namespace: str = "gym-capture"
+    """Ray namespace of the state actors: graphs that name the same one share their records."""
+    store: str = "gym_capture.stores.log:LogStore.open"
+    """Import path `module:factory` of the store that a shard hosts; called with `directory=` and `store_kwargs`."""
+    store_kwargs: Object = Field(default_factory=dict)
+    directory: Path = Path("~/.cache/gym-capture/records")
+    """Where the shards keep their logs: on a cluster, on storage that outlives the node."""
+
+
+class GraphArgs(BaseModel):
+    """Everything that `build_app` takes."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    model: str
+    """A model folder, or `smollm2` or `tiny`: small models that are made from a package, without a hub."""
+    model_name: str = "policy"
+    """The name by which clients ask for the model."""
+    engine: str = "gym_capture.engines.vllm:VllmEngine.start"
+    """Import path `module:factory` of the engine."""
+    engine_args: Object = Field(default_factory=dict)
+    """Arguments of vLLM's `AsyncEngineArgs`, by their names there."""
+    tool_parser: str | None = None
+    """Name of vLLM's tool call parser for this model, e.g. `hermes`."""
+    reasoning_parser: str | None = None
+    """Name of vLLM's reasoning parser for this model, e.g. `qwen3`."""
+    capture: bool = True
+    """Record the calls of rollouts. Off: the graph only serves."""
+    prefix_supply: bool = True
+    """Make the prompt of a call start with its parent's exact ids. Off: the template renders the whole conversation."""
+    sampling_pin: Object = Field(default_factory=dict)
+    """Sampling parameters forced on every call, whatever the client asks, e.g. `{temperature: 1.0, top_p: 1.0}`."""
+    stream_interval_s: NonNegativeFloat = 0.02
+    """Streamed text leaves at most this often, and what came meanwhile leaves together; the first text never waits."""
+    state: StateArgs = Field(default_factory=StateArgs)
+    num_replicas: PositiveInt | Literal["auto"] = 1
+    """How many engines. With `auto`, `autoscaling_config` rules."""
+    max_ongoing_requests: PositiveInt = 256
+    """How many calls one replica works on at a time; more wait in Serve's queue."""
+    max_queued_requests: int = 1024
+    """How many calls may wait before clients get 503 with Retry-After."""
+    autoscaling_config: Object | None = None
+    """Ray Serve's autoscaling options."""
+    ray_actor_options: Object = Field(default_factory=dict)
+    """Ray's options of a replica: `num_cpus`, `num_gpus`, `runtime_env`..."""
+    session_cache: PositiveInt = 4096
+    """For how many rollouts a replica remembers the last request's fingerprint, to hash only what is new."""

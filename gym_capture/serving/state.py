@@ -1,0 +1,220 @@
+"""State actors: token sink, token source and lineage index of their share of the rollouts.
+
+Invariant: a `put` is acknowledged only when it is durable in the shard's store *and* in its lineage index, so a
+`resolve` from any replica that starts after the acknowledgement sees it. An actor that restarts reads its store before
+it answers anything. Both live in one actor on purpose: one round trip registers a call's intent and resolves its
+parent, one commits it, and there is no moment at which the sink has a record that the index lacks.
+
+Flow: a replica's `StateClient` picks the shard by a stable hash of the rollout id -> `begin` -> `put`. A data job
+`connect`s to the same actors and freezes rollouts through them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, TypeVar, cast
+
+import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from gym_capture.codec import decode_snapshot, encode_snapshot
+from gym_capture.errors import ConfigError, GymCaptureError, StoreUnavailableError
+from gym_capture.imports import load
+from gym_capture.lineage import LineageIndex
+from gym_capture.protocols import Resolution
+from gym_capture.records import CallIntent, Snapshot, TokenEntry
+
+_T = TypeVar("_T")
+_RETRY_FOR_S: Final = 30.0
+
+
+class RecordStore(Protocol):
+    """What a shard hosts: a sink and a source that can be read back when the actor restarts."""
+
+    async def begin_call(self, intent: CallIntent) -> int: ...
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
+    async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None: ...
+    async def clear(self, rollout_id: str) -> None: ...
+    async def rollout_ids(self) -> Sequence[str]: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Answer to `begin`: the epoch that the call's writes carry, and what it continues."""
+
+    epoch: int
+    resolution: Resolution
+
+
+class StateShard:
+    """One state actor."""
+
+    def __init__(self, *, index: int, shards: int, store: str, store_kwargs: Mapping[str, Any], directory: str) -> None:
+        self._shards = shards
+        self._store_path = store
+        self._store_kwargs = dict(store_kwargs)
+        self._directory = Path(directory).expanduser() / f"shard-{index:04d}"
+        self._store: RecordStore | None = None
+        self._lineage = LineageIndex()
+        self._opening = asyncio.Lock()
+
+    async def _opened(self) -> RecordStore:
+        """The store, read back on first use: an actor's constructor cannot await."""
+        if self._store is None:
+            async with self._opening:
+                if self._store is None:
+                    factory = load(self._store_path)
+                    store: RecordStore = await factory(directory=self._directory, **self._store_kwargs)
+                    for rollout_id in await store.rollout_ids():
+                        self._lineage.rebuild((await store.freeze(rollout_id)).entries)
+                    self._store = store
+        return self._store
+
+    async def describe(self) -> int:
+        """How many shards share the rollouts. Answering means: the store is open and read back."""
+        await self._opened()
+        return self._shards
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        store = await self._opened()
+        epoch = await store.begin_call(intent)
+        return Begun(epoch, self._lineage.resolve(intent.rollout_id, turn_keys))
+
+    async def put(self, entry: TokenEntry, epoch: int) -> None:
+        store = await self._opened()
+        await store.put(entry, epoch=epoch)
+        self._lineage.add(entry)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        await (await self._opened()).abandon_call(rollout_id, call_id, epoch=epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
+        await (await self._opened()).mark_incomplete(rollout_id, reason, epoch=epoch)
+
+    async def freeze(self, rollout_id: str) -> bytes:
+        return encode_snapshot(await (await self._opened()).freeze(rollout_id))
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await (await self._opened()).drop(rollout_id, snapshot_id, version)
+        self._lineage.forget(rollout_id)
+
+    async def clear(self, rollout_id: str) -> None:
+        await (await self._opened()).clear(rollout_id)
+        self._lineage.forget(rollout_id)
+
+    async def rollout_ids(self) -> Sequence[str]:
+        return await (await self._opened()).rollout_ids()
+
+
+def start_shards(*, namespace: str, shards: int, store: str, store_kwargs: Mapping[str, Any], directory: str) -> None:
+    """Makes sure that the state actors of `namespace` run; those that do are kept, with their records.
+
+    Raises `ConfigError` if they run with another number of shards.
+    """
+    actor_cls = ray.remote(StateShard)
+    for index in range(shards):
+        actor_cls.options(
+            name=_actor_name(index),
+            namespace=namespace,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=10_000,
+        ).remote(index=index, shards=shards, store=store, store_kwargs=store_kwargs, directory=directory)
+    running = ray.get(ray.get_actor(_actor_name(0), namespace=namespace).describe.remote())
+    if running != shards:
+        raise ConfigError(
+            f"state.shards: namespace {namespace!r} already runs {running} state actors, not {shards}; "
+            "use that number, or another namespace"
+        )
+
+
+class StateClient:
+    """Reaches the shard of a rollout. One object for all rollouts; also a `TokenSink` and a `TokenSource`."""
+
+    def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
+        self._shards = list(shards)
+
+    def _shard(self, rollout_id: str) -> ActorHandle[Any]:
+        return self._shards[zlib.crc32(rollout_id.encode()) % len(self._shards)]
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        shard = self._shard(intent.rollout_id)
+        return cast(Begun, await _answer(shard.begin.remote(intent, list(turn_keys)), intent.rollout_id))
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        return (await self.begin(intent, ())).epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await _answer(self._shard(entry.rollout_id).put.remote(entry.as_delta(), epoch), entry.rollout_id)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await _answer(self._shard(rollout_id).abandon_call.remote(rollout_id, call_id, epoch), rollout_id)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        await _answer(self._shard(rollout_id).mark_incomplete.remote(rollout_id, reason, epoch), rollout_id)
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        return decode_snapshot(
+            cast(bytes, await _answer(self._shard(rollout_id).freeze.remote(rollout_id), rollout_id))
+        )
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await _answer(self._shard(rollout_id).drop.remote(rollout_id, snapshot_id, version), rollout_id)
+
+    async def clear(self, rollout_id: str) -> None:
+        await _answer(self._shard(rollout_id).clear.remote(rollout_id), rollout_id)
+
+    async def rollout_ids(self) -> Sequence[str]:
+        answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self._shards))
+        return sorted(rollout_id for answer in answers for rollout_id in answer)
+
+    async def close(self) -> None:
+        """The actors stay: they belong to the cluster."""
+
+
+def connect(*, namespace: str = "gym-capture") -> StateClient:
+    """A client of the state actors of `namespace`, from anywhere in the cluster.
+
+    Raises `StoreUnavailableError` if there are none.
+    """
+    try:
+        first = ray.get_actor(_actor_name(0), namespace=namespace)
+        shards = ray.get(first.describe.remote(), timeout=_RETRY_FOR_S)
+        return StateClient([ray.get_actor(_actor_name(index), namespace=namespace) for index in range(shards)])
+    except ValueError as error:
+        raise StoreUnavailableError(
+            f"no state actors in Ray namespace {namespace!r}: is the graph running on this cluster?"
+        ) from error
+
+
+def _actor_name(index: int) -> str:
+    return f"state-{index}"
+
+
+async def _answer(reply: Awaitable[_T], rollout_id: str | None) -> _T:
+    """Awaits an actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe."""
+    try:
+        return await asyncio.wait_for(_as_coroutine(reply), _RETRY_FOR_S)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, GymCaptureError):
+            raise cause from None
+        raise StoreUnavailableError(f"the state actor failed: {cause!r}", rollout_id=rollout_id) from error
+    except (RayActorError, TimeoutError) as error:
+        raise StoreUnavailableError("the state actor does not answer", rollout_id=rollout_id) from error
+
+
+async def _as_coroutine(reply: Awaitable[_T]) -> _T:
+    return await reply
