@@ -18,19 +18,26 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
 
 import jinja2
 import numpy as np
+from tokenizers import AddedToken, Tokenizer
+from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
 from gym_capture.errors import ConfigError
 from gym_capture.records import IdArray
-from gym_capture.template import TemplateError, new_nonce, split_controls
+from gym_capture.template import TemplateError, control_pattern, new_nonce, split_controls
 
 HfMessage: TypeAlias = dict[str, Any]
+
+# Some models have control tokens that are not marked as special, such as <｜User｜>. Names in mere brackets, such as
+# <think>, are no control tokens: clients write them in texts, and templates look for them there.
+_IN_BARS: Final = re.compile(r"<[|｜].+>|<.+[|｜]>")
 
 # What a template can raise besides its own refusal: operations on values that it did not expect.
 _REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
@@ -55,6 +62,64 @@ class _Habits:
     """Reasoning is read from `thinking` alone - and not beside both text and calls."""
 
 
+class _Codec(Protocol):
+    def encode(self, text: str) -> IdArray: ...
+    def encode_plain(self, text: str) -> IdArray: ...
+    def decode(self, ids: IdArray) -> str: ...
+
+
+class _FastCodec:
+    """Over copies of a Rust tokenizer: whether to truncate and to parse special tokens is state of the original."""
+
+    def __init__(self, original: Tokenizer, special_tokens: frozenset[str]) -> None:
+        self._special_tokens = special_tokens
+        self._tokenizer = copy.deepcopy(original)
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = False
+
+    def encode(self, text: str) -> IdArray:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def encode_plain(self, text: str) -> IdArray:
+        return np.asarray(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+
+    def decode(self, ids: IdArray) -> str:
+        return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    @cached_property
+    def _plain(self) -> Tokenizer:
+        plain = copy.deepcopy(self._tokenizer)
+        plain.add_special_tokens([AddedToken(token, special=True) for token in sorted(self._special_tokens)])
+        plain.encode_special_tokens = True
+        words = plain.pre_tokenizer
+        if isinstance(words, Metaspace) and words.prepend_scheme == "first":
+            words.prepend_scheme = "never"  # what it encodes stands behind other text
+            plain.pre_tokenizer = words
+        return plain
+
+
+class _SlowCodec:
+    """Over a tokenizer in Python, which may know no way to leave special tokens alone."""
+
+    def __init__(self, tokenizer: Any, special_tokens: frozenset[str]) -> None:
+        self._tokenizer = tokenizer
+        self._pattern = control_pattern(special_tokens)
+
+    def encode(self, text: str) -> IdArray:
+        ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return np.asarray(ids, dtype=np.int32)
+
+    def encode_plain(self, text: str) -> IdArray:
+        """In parts: a special token that is cut behind its first character is none."""
+        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
+        return np.concatenate([self.encode(text[start:end]) for start, end in pairwise(cuts)])
+
+    def decode(self, ids: IdArray) -> str:
+        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+
 class HfChatTemplate:
     """See the module's docstring. Safe to share between threads once made."""
 
@@ -64,9 +129,15 @@ class HfChatTemplate:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
         self._kwargs = kwargs
+        added = [(str(token), token.special) for token in tokenizer.added_tokens_decoder.values()]
         self.special_tokens: frozenset[str] = frozenset(
-            [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+            [text for text, special in added if special or _IN_BARS.fullmatch(text)]
             + list(tokenizer.all_special_tokens)
+        )
+        self._codec: _Codec = (
+            _FastCodec(tokenizer.backend_tokenizer, self.special_tokens)
+            if tokenizer.is_fast
+            else _SlowCodec(tokenizer, self.special_tokens)
         )
         self._habits = self._probe_habits()
         stops = {self.decode(np.asarray([token_id], dtype=np.int32)) for token_id in stop_token_ids}
@@ -119,20 +190,13 @@ class HfChatTemplate:
         return self._render(conversation, self._habits, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> IdArray:
-        return np.asarray(self._tokenizer(text, add_special_tokens=False)["input_ids"], dtype=np.int32)
+        return self._codec.encode(text)
 
     def encode_plain(self, text: str) -> IdArray:
-        ids = self._plain_tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        return np.asarray(ids, dtype=np.int32)
+        return self._codec.encode_plain(text)
 
     def decode(self, ids: IdArray) -> str:
-        text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    @cached_property
-    def _plain_tokenizer(self) -> Any:
-        # A fast tokenizer keeps whether it parses special tokens as state: one of its own leaves `encode` alone.
-        return copy.deepcopy(self._tokenizer)
+        return self._codec.decode(ids)
 
     # --- messages ---
 
@@ -161,8 +225,10 @@ class HfChatTemplate:
         habits = _Habits(developer_role='"developer"' in source or "'developer'" in source)
         user, reply, later = new_nonce(), new_nonce(), new_nonce()
         plain = (Message("user", user), AssistantTurn(reply), Message("user", later))
+        # A template that reads parts is given parts, even if it reads strings too: some write the two differently.
         in_parts = replace(habits, content_parts=True)
-        if not self._writes(user, plain, habits) and self._writes(user, plain, in_parts):
+        dumped = any(self._writes(quote + user, plain, in_parts) for quote in "'\"")
+        if self._writes(user, plain, in_parts) and not dumped:
             habits = in_parts
         inline = (*plain[:2], Message("system", later), plain[2])
         habits = replace(habits, inline_system=not self._refuses(inline, habits))
