@@ -40,6 +40,7 @@ class Command(NamedTuple):
 COMMANDS: tuple[Command, ...] = (
     # Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
     Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
+    Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
     Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
 )
 

@@ -93,12 +93,13 @@ def _build_one(
     )
     (batch,) = table.to_batches()
     writer.write_batch(batch)
-    return _summary(request, snapshot, built, (*built.mask_reasons, *extra_reasons))
+    return summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons))
 
 
-def _summary(
+def summarize(
     request: Request, snapshot: Snapshot, built: BuiltRollout, mask_reasons: tuple[str, ...]
 ) -> RolloutSummary:
+    """What became of a rollout that was built; `mask_reasons` are all of them, those of the build included."""
     first_prompt = None
     if built.trajectories:
         main = built.trajectories[0]

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -125,7 +126,7 @@ def _read_rollout(path: Path, rollout_id: str) -> Snapshot:
     incomplete = _incomplete(path, rollout_id, called, marked=state.incomplete)
     content.update("\n".join(incomplete).encode())
     return Snapshot(
-        rollout_id=rollout_id,
+        rollout_id=os.fsencode(rollout_id).decode(errors="replace"),  # a file may be called anything
         snapshot_id=state.snapshot_id or content.hexdigest(),
         version=state.version,
         entries=tuple(entries),

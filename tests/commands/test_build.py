@@ -1,0 +1,206 @@
+"""Captures in a directory become Parquet files of trajectories, whatever is in the directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gym_capture import cli
+from gym_capture.builder import BuildOptions
+from gym_capture.commands.build import build_directory
+from gym_capture.data.schema import SCHEMA, check_schema
+
+
+def line(call_id: str, prompt: list[int], generation: list[int], *, rollout_id: str, **fields: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 3,
+        "rollout_id": rollout_id,
+        "model_call_id": call_id,
+        "model": "policy",
+        "prompt_token_ids": prompt,
+        "generation_token_ids": generation,
+        "generation_log_probs": [-0.25] * len(generation),
+        "parent_resolution": "root",
+        **fields,
+    }
+
+
+def write_rollout(directory: Path, rollout_id: str, *, first: int = 1) -> None:
+    """A call, one that continues it, and a sub-agent's."""
+    lines = [
+        line("b", [first, 2, 3, 4], [5], rollout_id=rollout_id, parent_resolution="resolved", parent_call_id="a"),
+        line("a", [first, 2], [3], rollout_id=rollout_id),
+        line("s", [7], [8], rollout_id=rollout_id),
+    ]
+    text = "".join(json.dumps(each) + "\n" for each in lines)
+    (directory / f"{rollout_id}.tokens.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def captures(tmp_path: Path) -> Path:
+    directory = tmp_path / "captures"
+    directory.mkdir()
+    for rollout_id in ("r1", "r2"):
+        write_rollout(directory, rollout_id)
+    return directory
+
+
+def gym_capture(*arguments: object) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main([str(argument) for argument in arguments])
+    return int(stop.value.code or 0)
+
+
+def test_main_chains(captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert gym_capture("build", captures, "--out", out) == 0
+    table = pq.read_table(out / "part-00000.parquet")
+    assert table.schema.equals(SCHEMA)
+    check_schema(table.schema)
+    first, second = table.to_pylist()
+    assert (first["rollout_id"], second["rollout_id"]) == ("r1", "r2")
+    assert first["call_ids"] == ["a", "b"]
+    assert first["token_ids"] == [1, 2, 3, 4, 5]
+    assert first["loss_mask"] == [False, False, True, False, True]
+    assert first["log_probs"] == [0.0, 0.0, -0.25, 0.0, -0.25]
+    assert [(span["start"], span["end"], span["call_id"]) for span in first["spans"]] == [(2, 3, "a"), (4, 5, "b")]
+    assert (first["group_id"], first["reward"], first["advantage"]) == ("r1", None, None)
+    assert (first["masked"], first["mask_reasons"]) == (False, [])
+    assert (first["chains"], first["delivered_fraction"]) == (2, pytest.approx(2 / 3))
+    shown = capsys.readouterr()
+    assert "to train on" in shown.out
+    assert "66.7%" in shown.out
+    assert json.loads((out / "_report.json").read_text())["complete"] == 2
+
+
+def test_all_chains_and_single_requests(captures: Path, tmp_path: Path) -> None:
+    assert gym_capture("build", captures, "--delivery", "all_chains", "--out", tmp_path / "all") == 0
+    chains = pq.read_table(tmp_path / "all").to_pylist()
+    assert [row["call_ids"] for row in chains] == [["a", "b"], ["s"]] * 2
+    assert [row["is_main"] for row in chains] == [True, False] * 2
+    arguments = ("--delivery", "all_chains", "--strategy", "per_request", "--out", tmp_path / "each")
+    assert gym_capture("build", captures, *arguments) == 0
+    assert [row["call_ids"] for row in pq.read_table(tmp_path / "each").to_pylist()] == [["a"], ["b"], ["s"]] * 2
+
+
+def test_a_rollout_without_a_usable_record_has_a_row(captures: Path, tmp_path: Path) -> None:
+    (captures / "r1.tokens.jsonl").write_bytes(b"{\n")
+    (captures / "r3.tokens.intents").write_text("x\n", encoding="utf-8")
+    (captures / "r4.tokens.jsonl").mkdir()
+    report = build_directory(captures, out=tmp_path / "out", options=BuildOptions())
+    rows = {row["rollout_id"]: row for row in pq.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()}
+    assert {rollout_id: row["masked"] for rollout_id, row in rows.items()} == {
+        "r1": True,
+        "r2": False,
+        "r3": True,
+        "r4": True,
+    }
+    assert rows["r1"]["token_ids"] == rows["r1"]["loss_mask"] == rows["r1"]["call_ids"] == []
+    assert rows["r1"]["mask_reasons"] == ["malformed_record", "no_calls"]
+    assert "dangling_intent:x" in rows["r3"]["mask_reasons"]
+    assert "unreadable" in rows["r4"]["mask_reasons"]
+    assert (report.complete, report.incomplete) == (1, ("r1", "r3", "r4"))
+
+
+def test_rewards_come_from_a_list_of_rollouts(
+    captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts = tmp_path / "rollouts.jsonl"
+    named = [
+        {"rollout_id": "r2", "group_id": "g", "reward": 1.0, "reward_components": {"answer": 1.0}},
+        {"rollout_id": "r1", "group_id": "g", "reward": 0.0},
+        {"rollout_id": "gone", "group_id": "h", "reward": 0.0},
+    ]
+    rollouts.write_text("".join(json.dumps(each) + "\n" for each in named) + '{"rollout_id', encoding="utf-8")
+    assert gym_capture("build", captures, "--rollouts", rollouts, "--out", tmp_path / "out") == 0
+    rows = pq.read_table(tmp_path / "out" / "part-00000.parquet").to_pylist()
+    assert [(row["rollout_id"], row["group_id"], row["reward"], row["advantage"]) for row in rows] == [
+        ("r2", "g", 1.0, pytest.approx(1.0, abs=1e-3)),
+        ("r1", "g", 0.0, pytest.approx(-1.0, abs=1e-3)),
+        ("gone", "h", 0.0, 0.0),
+    ]
+    assert dict(rows[0]["reward_components"]) == {"answer": 1.0}
+    assert rows[2]["masked"]
+    assert "cut off" in capsys.readouterr().err
+
+
+def test_any_number_of_workers_writes_the_same_files(tmp_path: Path) -> None:
+    captures = tmp_path / "captures"
+    captures.mkdir()
+    for number in range(70):
+        write_rollout(captures, f"r{number:02}", first=number)
+    done: list[tuple[int, int]] = []
+    alone = build_directory(captures, out=tmp_path / "1", options=BuildOptions(), workers=1)
+    shared = build_directory(
+        captures, out=tmp_path / "2", options=BuildOptions(), workers=2, on_progress=lambda *step: done.append(step)
+    )
+    assert alone == shared
+    assert done == [(64, 70), (70, 70)]
+    names = sorted(path.name for path in (tmp_path / "1").iterdir())
+    assert names == ["_report.json", "part-00000.parquet", "part-00001.parquet"]
+    for name in names:
+        assert (tmp_path / "1" / name).read_bytes() == (tmp_path / "2" / name).read_bytes()
+
+
+def test_large_rollouts_are_written_in_several_row_groups(captures: Path, tmp_path: Path) -> None:
+    for number in range(3):
+        ids = list(range(700_000))
+        text = json.dumps(line("a", ids, [1], rollout_id=f"x{number}"))
+        (captures / f"x{number}.tokens.jsonl").write_text(text, encoding="utf-8")
+    build_directory(captures, out=tmp_path / "out", options=BuildOptions())
+    written = pq.ParquetFile(tmp_path / "out" / "part-00000.parquet")
+    assert [written.metadata.row_group(i).num_rows for i in range(written.num_row_groups)] == [3, 1, 1]
+
+
+def test_trajectories_are_not_replaced_by_accident(captures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert gym_capture("build", captures, "--out", out) == 0
+    (out / "part-00009.parquet").touch()
+    assert gym_capture("build", captures, "--out", out) == 2
+    assert gym_capture("build", captures, "--out", out, "--overwrite") == 0
+    assert sorted(path.name for path in out.iterdir()) == ["_report.json", "part-00000.parquet"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["build", "nowhere", "--out", "out"], "does not exist"),
+        (["build", "captures"], "--out"),
+        (["build", "captures", "--out", "out", "--delivery", "longest"], "'longest' is not one of"),
+        (["build", "captures", "--out", "out", "--strategy", "guess"], "'guess' is not one of"),
+        (["build", "empty", "--out", "out"], "holds no captures"),
+        (["build", "captures", "--out", "captures/r1.tokens.jsonl"], "cannot write"),
+        (["build", "captures", "--out", "out", "--rollouts", "none.jsonl"], "the list of rollouts is empty"),
+        (["build", "captures", "--out", "out", "--rollouts", "bad.jsonl"], "line 1"),
+    ],
+)
+def test_wrong_usage_ends_with_2_and_says_why(
+    captures: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.jsonl").touch()
+    (tmp_path / "bad.jsonl").write_text('{"rollout_id": 1}\n', encoding="utf-8")
+    assert gym_capture(*arguments) == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+    assert not (tmp_path / "out").exists()
+
+
+def test_options_reach_the_build(captures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert gym_capture("build", captures, "--out", out, "--side-model", "pol*", "--vocab-size", "4") == 0
+    (row, _) = pq.read_table(out / "part-00000.parquet").to_pylist()
+    assert row["side_calls_excluded"] == 3
+    assert "all_side_calls" in row["mask_reasons"]
+    assert any(reason.startswith("out_of_vocabulary") for reason in row["mask_reasons"])
+    assert pa.types.is_large_list(pq.read_schema(out / "part-00000.parquet").field("token_ids").type)
