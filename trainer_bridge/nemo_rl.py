@@ -1,0 +1,262 @@
+"""Rollout records as NeMo-RL reads them from NeMo Gym.
+
+Invariant: a record passes NeMo-RL's own walk (`contiguity_walk`), which gives back the trajectory it was made of id by
+id; exactly the calls that the trajectory trains carry token arrays; and a record says that it is masked in both places
+that are read.
+
+Flow: `project_group` takes the finished rollouts of one group -> `project` makes the record of each: one trajectory,
+each call's output items with, on the item that the generation belongs to, the *whole* prompt so far, the generated ids
+and their log probabilities -> the record is walked before it is handed out.
+
+NeMo-RL finds groups by equal first prompts. A prompt with a date or a session id in it puts each rollout into a group
+of its own, where every advantage is 0: `project_group` warns, and each record carries its `group_id`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from gym_capture.builder import BuiltRollout, Trajectory
+from gym_capture.errors import RecordError
+from gym_capture.records import IdArray, Snapshot, TokenEntry
+
+JsonObject: TypeAlias = dict[str, Any]
+
+
+class MixedPromptsWarning(UserWarning):
+    """The rollouts of a group start from different prompts, so that NeMo-RL would not compare them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FinishedRollout:
+    """A rollout that was played, captured and built."""
+
+    built: BuiltRollout
+    snapshot: Snapshot
+    """What it was built from: the text that goes with the ids."""
+    group_id: str
+    agent_name: str
+    """The agent that played it, as NeMo Gym's configuration names it."""
+    input: str | Sequence[Mapping[str, Any]]
+    """The task as it was given to the agent: `input` of a Responses request."""
+    reward: float | None
+    """None: not known; masks the record."""
+    reward_components: Mapping[str, float] | None = None
+    """Parts that add up to the reward."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LogMessage:
+    """A message of NeMo-RL's log."""
+
+    role: str
+    """user: ids that the policy was given; assistant: ids that it sampled."""
+    token_ids: tuple[int, ...]
+    generation_logprobs: tuple[float, ...] | None
+    """Aligned with `token_ids`; None of a user message."""
+
+
+def project_group(rollouts: Sequence[FinishedRollout]) -> list[JsonObject]:
+    """The records of the rollouts of one group, in their order.
+
+    A masked rollout of which nothing could be built borrows the first prompt of the others, so that it stays in the
+    group that the rewards are compared in. Raises what `project` raises; warns of prompts that differ.
+    """
+    prompts = {prompt.tobytes(): prompt for prompt in map(_first_prompt, rollouts) if prompt is not None}
+    if len(prompts) > 1:
+        groups = sorted({rollout.group_id for rollout in rollouts})
+        warnings.warn(
+            f"group {', '.join(groups)} has {len(prompts)} different first prompts in {len(rollouts)} rollouts; "
+            "NeMo-RL groups by equal first prompts and would give those that stand alone an advantage of 0: take what "
+            "changes (dates, session ids) out of the prompt",
+            MixedPromptsWarning,
+            stacklevel=2,
+        )
+    shared = next(iter(prompts.values())) if len(prompts) == 1 else None
+    return [project(rollout, placeholder_prompt_ids=shared) for rollout in rollouts]
+
+
+def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: IdArray | None = None) -> JsonObject:
+    """The record of one rollout, ready for JSON.
+
+    `rank`: which of its trajectories, the main chain unless said otherwise. `placeholder_prompt_ids`: the prompt of
+    the one token-bearing item that even a rollout with nothing to train on must have; it is always masked.
+
+    Raises `RecordError` if the reward components do not add up to the reward.
+    """
+    built = rollout.built
+    reasons = [*built.mask_reasons, *_reward_problems(rollout.reward)]
+    nothing_built = rank >= len(built.trajectories)
+    if not nothing_built:
+        output = _output(built.trajectories[rank], rollout.snapshot)
+    else:
+        prompt = placeholder_prompt_ids if placeholder_prompt_ids is not None else np.zeros(1, dtype=np.int32)
+        output = [_placeholder(prompt)]
+        reasons = reasons or ["no_trainable_tokens"]
+    contiguity_walk(output)
+    carriers = [item for item in output if "generation_token_ids" in item]
+    masked = bool(reasons)
+    record: JsonObject = {
+        "rollout_id": built.rollout_id,
+        "group_id": rollout.group_id,
+        "agent_ref": {"type": "responses_api_agents", "name": rollout.agent_name},
+        "responses_create_params": {"input": _plain(rollout.input)},
+        "response": {
+            "id": f"resp_{built.rollout_id}",
+            "object": "response",
+            "model": next((entry.model for entry in rollout.snapshot.entries), ""),
+            "output": output,
+            "usage": {
+                "input_tokens": len(carriers[0]["prompt_token_ids"]),
+                "output_tokens": sum(len(item["generation_token_ids"]) for item in carriers),
+            },
+        },
+        "reward": 0.0 if _reward_problems(rollout.reward) else rollout.reward,
+        "mask_sample": masked,
+        "instance_config": {"mask_sample": masked},
+        "_ng_token_capture": {**asdict(built.counts), "mask_reasons": reasons, "placeholder": nothing_built},
+    }
+    if rollout.reward_components is not None:
+        record["reward_components"] = _components(rollout)
+    return record
+
+
+def contiguity_walk(output: Iterable[Mapping[str, Any]]) -> list[LogMessage]:
+    """The message log that NeMo-RL makes of `response.output`, by its rules.
+
+    An item counts if it has generated ids. The ids seen so far must be a prefix of its prompt; the rest of the prompt
+    becomes a user message, its generated ids an assistant message. Raises `RecordError` where NeMo-RL would stop: a
+    prompt that does not go on from what came before, log probabilities that are NaN or do not align, too few rows of
+    routed experts, no generated ids at all.
+    """
+    seen: list[int] = []
+    log: list[LogMessage] = []
+    for position, item in enumerate(output):
+        generation = item.get("generation_token_ids")
+        if not generation:
+            continue
+        prompt, log_probs = item["prompt_token_ids"], item["generation_log_probs"]
+        if prompt[: len(seen)] != seen:
+            raise _walk_error("prompt_token_ids", position, "must start with the ids of all items before it")
+        if len(log_probs) != len(generation):
+            raise _walk_error(
+                "generation_log_probs", position, f"must align: got {len(log_probs)}, expected {len(generation)}"
+            )
+        if any(math.isnan(value) for value in log_probs):
+            raise _walk_error("generation_log_probs", position, "must not be NaN")
+        experts = item.get("routed_experts")
+        if experts is not None and len(experts) < len(prompt) + len(generation):
+            raise _walk_error("routed_experts", position, "must have a row for each id of prompt and generation")
+        log.append(LogMessage("user", tuple(prompt[len(seen) :]), None))
+        log.append(LogMessage("assistant", tuple(generation), tuple(log_probs)))
+        seen = [*prompt, *generation]
+    if not log:
+        raise _walk_error("generation_token_ids", 0, "must be there on one item at least, masked or not")
+    return log
+
+
+# --- output items --------------------------------------------------------------------------------------------------
+
+
+def _output(trajectory: Trajectory, snapshot: Snapshot) -> list[JsonObject]:
+    entries = {entry.model_call_id: entry for entry in snapshot.entries if entry.rollout_id == snapshot.rollout_id}
+    segments: dict[str, tuple[int, int]] = {}
+    for span in trajectory.spans:
+        begin, _ = segments.get(span.call_id, (span.start, span.end))
+        segments[span.call_id] = (begin, span.end)
+    output: list[JsonObject] = []
+    for call_id in trajectory.call_ids:
+        entry = entries[call_id]
+        items = [dict(item) for item in entry.output_items]
+        if call_id in segments:
+            if not items:
+                items.append(_token_only_item())
+            items[_carrier(entry, items)] |= _token_fields(trajectory, *segments[call_id])
+        output += items
+    return output
+
+
+def _carrier(entry: TokenEntry, items: Sequence[JsonObject]) -> int:
+    """The item that the generation belongs to; the last where it was not noted."""
+    index = entry.token_item_index
+    return index if index is not None and 0 <= index < len(items) else len(items) - 1
+
+
+def _token_fields(trajectory: Trajectory, begin: int, end: int) -> JsonObject:
+    fields: JsonObject = {
+        "prompt_token_ids": trajectory.token_ids[:begin].tolist(),
+        "generation_token_ids": trajectory.token_ids[begin:end].tolist(),
+        "generation_log_probs": trajectory.log_probs[begin:end].tolist(),
+    }
+    if trajectory.routed_experts is not None:
+        fields["routed_experts"] = _rows(trajectory.routed_experts, end)
+    return fields
+
+
+def _rows(experts: npt.NDArray[Any], count: int) -> list[Any]:
+    """A row for each of `count` ids.
+
+    The id that was sampled last of all has not been run, so it has none; the reader wants one nevertheless. It gets
+    zeros: what an id is routed to bears on the ids after it, and after the last there are none.
+    """
+    rows: list[Any] = experts[:count].tolist()
+    if len(rows) < count:
+        rows.append(np.zeros_like(experts[0]).tolist())
+    return rows
+
+
+def _token_only_item() -> JsonObject:
+    return {"type": "message", "role": "assistant", "status": "completed", "content": []}
+
+
+def _placeholder(prompt_ids: IdArray) -> JsonObject:
+    """What a masked record shows for a rollout with nothing to show."""
+    return _token_only_item() | {
+        "prompt_token_ids": prompt_ids.tolist(),
+        "generation_token_ids": [0],
+        "generation_log_probs": [0.0],
+    }
+
+
+# --- the rest of a record ------------------------------------------------------------------------------------------
+
+
+def _first_prompt(rollout: FinishedRollout) -> IdArray | None:
+    """The ids before the first sampled one of the main chain: what NeMo-RL compares."""
+    if not rollout.built.trajectories:
+        return None
+    main = rollout.built.trajectories[0]
+    return main.token_ids[: main.spans[0].start]
+
+
+def _reward_problems(reward: float | None) -> list[str]:
+    if reward is None:
+        return ["missing_reward"]
+    return [] if math.isfinite(reward) else ["non_finite_reward"]
+
+
+def _components(rollout: FinishedRollout) -> dict[str, float]:
+    components = dict(rollout.reward_components or {})
+    total = math.fsum(components.values())
+    if rollout.reward is None or not math.isclose(total, rollout.reward, rel_tol=1e-6, abs_tol=1e-9):
+        raise RecordError(
+            f"reward_components must add up to the reward: got {total}, expected {rollout.reward}",
+            field="reward_components",
+            rollout_id=rollout.built.rollout_id,
+        )
+    return components
+
+
+def _plain(value: str | Sequence[Mapping[str, Any]]) -> str | list[JsonObject]:
+    return value if isinstance(value, str) else [dict(item) for item in value]
+
+
+def _walk_error(field: str, position: int, message: str) -> RecordError:
+    return RecordError(f"output item {position}: {field} {message}", field=field)
