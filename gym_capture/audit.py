@@ -86,51 +86,16 @@ def audit(template: ChatTemplate) -> dict[str, Cell]:
     return {shape.name: _audit_shape(template, shape) for shape in SHAPES}
 
 
-def _audit_shape(template: ChatTemplate, shape: Shape) -> Cell:
-    history, tools = _opening(template)
-    before = Conversation(history, tools)
-    request = Conversation((*history, shape.turn, *shape.next), tools)
-    try:
-        opened = template.render(before, add_generation_prompt=True)
-        said = template.render(before._replace(items=(*history, shape.turn)), add_generation_prompt=False)
-        whole = template.render(request, add_generation_prompt=True)
-    except TemplateError as error:
-        return Cell("refused", error.message)
-    generated = _generated(template, shape, opened=opened, said=said, whole=whole)
-    if any(call.name not in generated for call in shape.turn.tool_calls):
-        return Cell("refused", "does not write tool calls")
-
-    parent_ids = np.concatenate((full_prompt(template, before), template.encode(generated)), dtype=np.int32)
-    spliced = splice(template, request, turn=0, parent_ids=parent_ids)
-    if isinstance(spliced, NotSpliced):
-        lost = spliced.reason == "new_item_lost" and any(item.text.strip() not in whole for item in shape.next)
-        return Cell("refused", "does not write tool results") if lost else Cell("hole", spliced.reason)
-    if not np.array_equal(spliced.ids[: parent_ids.size], parent_ids):
-        return Cell("hole", "prefix_lost")
-    if np.array_equal(spliced.ids, full_prompt(template, request)):
-        return Cell("exact")
-    # Where the template writes the turn's history just as it was sampled, nothing but equality will do.
-    return Cell("hole", "not_equal") if whole.startswith(opened + generated) else Cell("holds")
-
-
-def _opening(template: ChatTemplate) -> tuple[tuple[Item, ...], tuple[Tool, ...]]:
-    """A conversation as an agent begins it, with as much of it as this template takes."""
-    ask = Message("user", "How is the weather in Bergen?")
-    system = Message("system", "You are a careful assistant.")
-    for items, tools in (((system, ask), _TOOLS), ((ask,), _TOOLS), ((system, ask), ())):
-        try:
-            template.render(Conversation(items, tools), add_generation_prompt=True)
-        except TemplateError:
-            continue
-        return items, tools
-    return (ask,), ()
-
-
-def _generated(template: ChatTemplate, shape: Shape, *, opened: str, said: str, whole: str) -> str:
+def sampled(template: ChatTemplate, shape: Shape, opening: Conversation) -> str:
     """What a model samples for the shape: what the template writes after its generation prompt, up to the stop token.
 
     A template that closes no turns leaves that to what opens the next one, and its models stop with that token.
+    Raises `TemplateError` if the template refuses the shape.
     """
+    items = (*opening.items, shape.turn)
+    opened = template.render(opening, add_generation_prompt=True)
+    said = template.render(opening._replace(items=items), add_generation_prompt=False)
+    whole = template.render(opening._replace(items=(*items, *shape.next)), add_generation_prompt=True)
     written = split_controls(template.special_tokens, said[_n_common(template.special_tokens, opened, said) :])
     stop = next((n for n, piece in enumerate(written) if piece in template.stop_tokens), len(written))
     body = "".join(written[:stop])
@@ -145,6 +110,47 @@ def _generated(template: ChatTemplate, shape: Shape, *, opened: str, said: str, 
         return body + written[stop]
     following = split_controls(template.special_tokens, whole[len(said) :] if whole.startswith(said) else "")[:1]
     return body + "".join(piece for piece in following if piece in template.special_tokens)
+
+
+def _audit_shape(template: ChatTemplate, shape: Shape) -> Cell:
+    opening = _opening(template)
+    request = opening._replace(items=(*opening.items, shape.turn, *shape.next))
+    try:
+        generated = sampled(template, shape, opening)
+        whole = template.render(request, add_generation_prompt=True)
+    except TemplateError as error:
+        return Cell("refused", error.message)
+    if any(call.name not in generated for call in shape.turn.tool_calls):
+        return Cell("refused", "does not write tool calls")
+
+    parent_ids = np.concatenate((full_prompt(template, opening), template.encode(generated)), dtype=np.int32)
+    spliced = splice(template, request, turn=0, parent_ids=parent_ids)
+    if isinstance(spliced, NotSpliced):
+        lost = spliced.reason == "new_item_lost" and any(item.text.strip() not in whole for item in shape.next)
+        return Cell("refused", "does not write tool results") if lost else Cell("hole", spliced.reason)
+    if not np.array_equal(spliced.ids[: parent_ids.size], parent_ids):
+        return Cell("hole", "prefix_lost")
+    as_sampled = shape.turn._replace(text=shape.turn.text + shape.unsaid)
+    history = (*opening.items, as_sampled, *shape.next)
+    if np.array_equal(spliced.ids, full_prompt(template, opening._replace(items=history))):
+        return Cell("exact")
+    # Where the template writes the turn's history just as it was sampled, nothing but equality will do.
+    opened = template.render(opening, add_generation_prompt=True)
+    return Cell("hole", "not_equal") if whole.startswith(opened + generated) else Cell("holds")
+
+
+def _opening(template: ChatTemplate) -> Conversation:
+    """A conversation as an agent begins it, with as much of it as this template takes."""
+    ask = Message("user", "How is the weather in Bergen?")
+    system = Message("system", "You are a careful assistant.")
+    least = Conversation((ask,))
+    for opening in (Conversation((system, ask), _TOOLS), Conversation((ask,), _TOOLS), Conversation((system, ask))):
+        try:
+            template.render(opening, add_generation_prompt=True)
+        except TemplateError:
+            continue
+        return opening
+    return least
 
 
 def _n_common(special_tokens: frozenset[str], left: str, right: str) -> int:

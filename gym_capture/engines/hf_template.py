@@ -73,6 +73,7 @@ class _FastCodec:
 
     def __init__(self, original: Tokenizer, special_tokens: frozenset[str]) -> None:
         self._special_tokens = special_tokens
+        self._special_ids = [n for n in map(original.token_to_id, special_tokens) if n is not None]
         self._tokenizer = copy.deepcopy(original)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -82,10 +83,17 @@ class _FastCodec:
         return np.asarray(self._tokenizer.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     def encode_plain(self, text: str) -> IdArray:
-        return np.asarray(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+        ids = self._encode_plain(text)
+        # A vocabulary may have a special token's spelling among its words, under the same id.
+        return (
+            _in_parts(self._encode_plain, text, self._special_tokens) if np.isin(ids, self._special_ids).any() else ids
+        )
 
     def decode(self, ids: IdArray) -> str:
         return self._tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+
+    def _encode_plain(self, text: str) -> IdArray:
+        return np.asarray(self._plain.encode(text, add_special_tokens=False).ids, dtype=np.int32)
 
     @cached_property
     def _plain(self) -> Tokenizer:
@@ -104,20 +112,27 @@ class _SlowCodec:
 
     def __init__(self, tokenizer: Any, special_tokens: frozenset[str]) -> None:
         self._tokenizer = tokenizer
-        self._pattern = control_pattern(special_tokens)
+        self._special_tokens = special_tokens
 
     def encode(self, text: str) -> IdArray:
         ids = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return np.asarray(ids, dtype=np.int32)
 
     def encode_plain(self, text: str) -> IdArray:
-        """In parts: a special token that is cut behind its first character is none."""
-        cuts = [0, *(match.start() + 1 for match in self._pattern.finditer(text)), len(text)]
-        return np.concatenate([self.encode(text[start:end]) for start, end in pairwise(cuts)])
+        return _in_parts(self.encode, text, self._special_tokens)
 
     def decode(self, ids: IdArray) -> str:
         text: str = self._tokenizer.decode(ids.tolist(), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
+
+
+def _in_parts(encode: Callable[[str], IdArray], text: str, special_tokens: frozenset[str]) -> IdArray:
+    """`text` cut behind the first character of every special token that it spells: no part spells one."""
+    pattern = control_pattern(special_tokens)
+    cuts = [0]
+    while match := pattern.search(text, cuts[-1]):
+        cuts.append(match.start() + 1)
+    return np.concatenate([encode(text[start:end]) for start, end in pairwise([*cuts, len(text)])])
 
 
 class HfChatTemplate:

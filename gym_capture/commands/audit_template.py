@@ -1,0 +1,176 @@
+"""`gym-capture audit-template`: which turns of a model's chat template can be continued from their exact ids?
+
+Invariant: nothing is loaded but a tokenizer and a template, and no network is used. A template file is audited on a
+small tokenizer that is trained on the template itself and knows its control tokens; a model folder on its own.
+
+Flow: model folder or template file -> `HfChatTemplate` -> `audit`, shape by shape -> a table, and exit code 1 if there
+is a hole. `python -m gym_capture.commands.audit_template` prints docs/contiguity.md, the same over all the chat
+templates that the `trl` package ships.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+from collections.abc import Mapping
+from importlib import resources
+from itertools import groupby
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from gym_capture.audit import SHAPES, Cell, audit
+from gym_capture.engines.hf_template import HfChatTemplate
+from gym_capture.errors import ConfigError
+
+PACKAGED: Final = Path(__file__).parent.parent / "templates"
+
+_MARKS: Final = {"exact": "=", "holds": "~", "refused": "·"}
+_COLORS: Final = {"exact": "green", "holds": "green", "hole": "bold red", "refused": "dim"}
+_MEANINGS: Final = {
+    "exact": "parent's ids kept; equal to the full rendering id for id",
+    "holds": "parent's ids kept; the template would have rewritten that turn",
+    "hole": "not continued: the whole conversation is rendered again",
+    "refused": "the template does not render this",
+}
+_CONTROLS: Final = re.compile(
+    r"<\|[^<>|\s'\"]+\|?>|<[^<>|\s'\"]+\|>|<｜[^<>\s]+?｜>|<(?:start|end)_of_[a-z]+>|</?s>|<[be]os>|\[(?:/?[A-Z_]{3,}|gMASK)\]|<sop>"
+)
+_TAGS: Final = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_value)>")
+
+
+def command(
+    target: Annotated[
+        Path, typer.Argument(help="A model folder, or a chat template file (.jinja).", exists=True, readable=True)
+    ],
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(help="A template file to use in place of the model's own.", exists=True, dir_okay=False),
+    ] = None,
+    kwargs: Annotated[
+        str, typer.Option("--chat-template-kwargs", help="JSON object for the template: '{\"enable_thinking\": false}'")
+    ] = "{}",
+) -> None:
+    """Show which turns of a chat template are continued from their exact ids, and which are not, and why.
+
+    Exits with 1 if any turn that the template renders cannot be continued.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    cells = audit(load(target, chat_template, _parse_kwargs(kwargs)))
+    table = Table(title=escape(str(target)), title_justify="left")
+    for column in ("turn", "continued", "meaning"):
+        table.add_column(column)
+    for name, cell in cells.items():
+        meaning = _MEANINGS[cell.verdict] + (f" ({cell.detail})" if cell.detail else "")
+        table.add_row(name, f"[{_COLORS[cell.verdict]}]{cell.verdict}[/]", escape(meaning))
+    console.print(table)
+    if any(cell.verdict == "hole" for cell in cells.values()):
+        raise typer.Exit(1)
+
+
+def load(target: Path, chat_template: Path | None, kwargs: Mapping[str, Any]) -> HfChatTemplate:
+    """The template of a model folder, or of a template file on a tokenizer made for it."""
+    if target.is_file():
+        return on_made_tokenizer(target.read_text(encoding="utf-8"), **kwargs)
+    source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
+    return HfChatTemplate.from_model_dir(target, source, **kwargs)
+
+
+def on_made_tokenizer(source: str, **kwargs: Any) -> HfChatTemplate:
+    """A template on a tokenizer made for it."""
+    return HfChatTemplate.from_tokenizer(make_tokenizer(source), source, **kwargs)
+
+
+def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `text`, of which everything that looks like a control token is one.
+
+    Being trained on little, it merges far: whatever two texts meet, it has a token that would cross their boundary.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1_500, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([text], trainer)
+    tokenizer.add_tokens([AddedToken(tag, normalized=False) for tag in sorted(set(_TAGS.findall(text)))])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=sorted(set(_CONTROLS.findall(text)) - {"<s>", "</s>"}),
+    )
+
+
+def shipped_templates() -> dict[str, str]:
+    """Name -> Jinja text of this package's templates and of those in the `trl` package, sorted."""
+    folders = (PACKAGED, resources.files("trl") / "chat_templates")
+    files = [file for folder in folders for file in folder.iterdir() if file.name.endswith(".jinja")]
+    return {file.name.removesuffix(".jinja"): file.read_text(encoding="utf-8") for file in sorted(files, key=str)}
+
+
+def contiguity_document() -> str:
+    """docs/contiguity.md."""
+    rows = {name: audit(on_made_tokenizer(source)) for name, source in sorted(shipped_templates().items())}
+    return _INTRODUCTION.format(trl=importlib.metadata.version("trl"), **_MARKS) + "\n".join(_table(rows)) + "\n"
+
+
+_INTRODUCTION: Final = """\
+# Which turns are continued from their exact ids
+
+When a conversation goes on, the next prompt is the earlier call's own ids, followed by what the chat template writes
+after that turn (`gym_capture/splice.py`). This table says for which turns of which templates that works. Read a cell
+as: *the model generated a turn of this shape, the client echoed it and added a message or tool results; what did the
+next prompt become?*
+
+| | |
+|---|---|
+| `{exact}` | the earlier ids are kept, and the prompt equals a rendering of the whole conversation id for id |
+| `{holds}` | the earlier ids are kept; a rendering would not have, since the template rewrites that turn |
+| `{refused}` | the template does not render such a turn, or no tool results after it |
+| a name | the turn is not continued: the conversation is rendered again as a whole, and the name says why |
+
+Templates rewrite turns in two ways: they strip thinking from history, or they open a turn in history otherwise than
+the generation prompt opened it.
+
+Templates are those of this package (`chatml_tools`) and of `trl` {trl}, each on a small tokenizer trained on its text
+that knows its control tokens. Templates of a family that agree in every cell share a row. For a model of your own:
+`gym-capture audit-template MODEL_FOLDER`. `make contiguity-table` writes this file.
+
+"""
+
+
+def _table(rows: Mapping[str, Mapping[str, Cell]]) -> list[str]:
+    lines = [f"| template | {' | '.join(shape.name for shape in SHAPES)} |", "|---" * (len(SHAPES) + 1) + "|"]
+    for family, names in groupby(rows, key=_family):
+        lines.append(f"| **{family}** |" + " |" * len(SHAPES))
+        alike: dict[str, list[str]] = {}
+        for name in names:
+            cells = " | ".join(_MARKS.get(cell.verdict, cell.detail) for cell in rows[name].values())
+            alike.setdefault(cells, []).append(f"`{name}`")
+        lines += [f"| {', '.join(members)} | {cells} |" for cells, members in alike.items()]
+    return lines
+
+
+def _family(name: str) -> str:
+    return re.split(r"[\d_]", name)[0]
+
+
+def _parse_kwargs(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--chat-template-kwargs is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ConfigError("--chat-template-kwargs must be a JSON object")
+    return value
+
+
+if __name__ == "__main__":
+    print(contiguity_document(), end="")
