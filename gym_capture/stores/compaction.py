@@ -72,11 +72,16 @@ class Compactor:
                 return
 
     def _next(self) -> int | None:
-        """The oldest closed segment that is worth rewriting. Damaged ones stay, for whoever looks into the damage."""
-        active = self._writer.active_number
-        for number in sorted(self._index.sizes.keys() - self._index.damaged):
-            used = self._index.sizes[number] - SEGMENT_HEADER_BYTES
-            if number != active and self._index.live_bytes(number) <= _LIVE_FRACTION * used:
+        """The oldest closed segment that is worth rewriting.
+
+        The newest stays, because its header holds the epochs that were given out before it. Damaged ones stay for
+        whoever looks into the damage.
+        """
+        sizes = self._index.sizes
+        kept = {self._writer.active_number, max(sizes, default=None), *self._index.damaged}
+        for number in sorted(sizes.keys() - kept):
+            used = sizes[number] - SEGMENT_HEADER_BYTES
+            if self._index.live_bytes(number) <= _LIVE_FRACTION * used:
                 return number
         return None
 
