@@ -1,0 +1,154 @@
+"""Trajectories as a trainer takes them: whole rollouts, from Parquet files or from Arrow batches as they come.
+
+Invariant: rows are put together into the rollouts they were built from, however batches cut them; ids, mask and log
+probabilities are aligned; a log probability that is missing is NaN, never 0. Memory is bounded by one batch and what
+the caller keeps, whatever the size of the data.
+
+Flow: `parquet_batches(directory)` or the batches of a Ray dataset -> `read_rollouts` -> `steps` of whole groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet as pq
+
+from gym_capture.data.schema import check_schema
+from gym_capture.errors import ConfigError, RecordError
+from gym_capture.records import IdArray, LogProbArray
+
+Batch: TypeAlias = pa.Table | pa.RecordBatch
+
+_SEQUENCE_COLUMNS: Final = ("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason")
+_ROLLOUT_COLUMNS: Final = ("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainSequence:
+    """One trajectory. Shapes: T ids."""
+
+    trajectory_id: str
+    is_main: bool
+    token_ids: IdArray
+    """int32 [T]."""
+    loss_mask: npt.NDArray[np.bool_]
+    """bool [T]. True on the ids that the policy sampled and that are trained here."""
+    log_probs: LogProbArray
+    """float32 [T]. As sampled where `loss_mask` is true; NaN there if it is not known."""
+    finish_reason: str | None
+    weight_versions: frozenset[str]
+    """Versions of the weights that sampled, where they are known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TrainRollout:
+    """One rollout with all of its trajectories. Those of a masked one are not for training."""
+
+    rollout_id: str
+    group_id: str
+    sequences: tuple[TrainSequence, ...]
+    reward: float | None
+    advantage: float | None
+    masked: bool
+    mask_reasons: tuple[str, ...]
+
+    @property
+    def truncated(self) -> bool:
+        """Whether its main chain ended because a call ran into a length limit."""
+        return any(sequence.is_main and sequence.finish_reason == "length" for sequence in self.sequences)
+
+
+def parquet_batches(directory: str | Path, *, rows_per_batch: int = 16) -> Iterator[pa.RecordBatch]:
+    """The rows of a directory of Parquet files (a path or URI), in the order of the files' names.
+
+    Raises `ConfigError` if there are none, and what `check_schema` raises.
+    """
+    dataset = pa.dataset.dataset(str(directory), format="parquet")
+    if not dataset.files:
+        raise ConfigError(f"{directory} has no Parquet files: build trajectories into it first")
+    for path in sorted(dataset.files):
+        with dataset.filesystem.open_input_file(path) as source:
+            file = pq.ParquetFile(source)
+            check_schema(file.schema_arrow)
+            yield from file.iter_batches(rows_per_batch, columns=[*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS])
+
+
+def read_rollouts(batches: Iterable[Batch]) -> Iterator[TrainRollout]:
+    """The rollouts of `batches`, in order. Raises `RecordError` if the rows of one do not stand together."""
+    finished: set[str] = set()
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        for row in _rows(batch):
+            if rows and row["rollout_id"] != rows[0]["rollout_id"]:
+                finished.add(rows[0]["rollout_id"])
+                yield _rollout(rows)
+                rows = []
+            if row["rollout_id"] in finished:
+                raise RecordError(
+                    "rows of one rollout must stand together", field="rollout_id", rollout_id=row["rollout_id"]
+                )
+            rows.append(row)
+    if rows:
+        yield _rollout(rows)
+
+
+def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterator[tuple[TrainRollout, ...]]:
+    """What to train on at once: whole groups, until there are `rollouts_per_step` rollouts or none left."""
+    waiting: list[TrainRollout] = []
+    for rollout in rollouts:
+        if len(waiting) >= rollouts_per_step and rollout.group_id != waiting[-1].group_id:
+            yield tuple(waiting)
+            waiting = []
+        waiting.append(rollout)
+    if waiting:
+        yield tuple(waiting)
+
+
+def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
+    # Lists of ids become arrays, all else is small.
+    arrays = {name: batch.column(name) for name in ("token_ids", "loss_mask", "log_probs")}
+    others = [name for name in (*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS) if name not in arrays]
+    for index, row in enumerate(batch.select(others).to_pylist()):
+        yield row | {name: column[index].values for name, column in arrays.items()}
+
+
+def _rollout(rows: Sequence[dict[str, Any]]) -> TrainRollout:
+    first = rows[0]
+    return TrainRollout(
+        rollout_id=first["rollout_id"],
+        group_id=first["group_id"],
+        sequences=tuple(_sequence(row) for row in rows if len(row["token_ids"])),
+        reward=first["reward"],
+        advantage=first["advantage"],
+        masked=first["masked"],
+        mask_reasons=tuple(first["mask_reasons"]),
+    )
+
+
+def _sequence(row: dict[str, Any]) -> TrainSequence:
+    ids, mask, log_probs = row["token_ids"], row["loss_mask"], row["log_probs"]
+    if not (len(ids) == len(mask) == len(log_probs)) or ids.null_count or mask.null_count:
+        raise RecordError(
+            f"loss_mask and log_probs must align with token_ids, without gaps: got {len(mask)}, {len(log_probs)} and "
+            f"{len(ids)}",
+            field="token_ids",
+            rollout_id=row["rollout_id"],
+        )
+    return TrainSequence(
+        trajectory_id=row["trajectory_id"],
+        is_main=row["is_main"],
+        token_ids=ids.to_numpy(),
+        loss_mask=mask.to_numpy(zero_copy_only=False),
+        log_probs=log_probs.to_numpy(zero_copy_only=False),
+        finish_reason=row["finish_reason"],
+        weight_versions=frozenset(
+            span["weight_version"] for span in row["spans"] if span["weight_version"] is not None
+        ),
+    )
