@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -31,7 +32,7 @@ MAX_GROWTH = 2.5
 
 def main() -> int:
     whole = _snapshot(_calls(100))
-    whole_ms = _best_ms(lambda: build(whole), repeats=30)
+    whole_ms = _best_ms(partial(build, whole), repeats=30)
     ids_stored = sum(entry.prompt_token_ids.size + entry.generation_token_ids.size for entry in whole.entries)
     _report(
         "builder.whole_prompts",
@@ -43,17 +44,17 @@ def main() -> int:
     )
 
     undecided = _snapshot([replace(entry, parent=None, digest=None) for entry in whole.entries])
-    inferred_ms = _best_ms(lambda: build(undecided), repeats=10)
+    inferred_ms = _best_ms(partial(build, undecided), repeats=10)
     _report("builder.inferred_parents", turns=100, build_ms=round(inferred_ms, 3), ok=True)
 
-    listed = _best_ms(lambda: _build_on_lists(whole.entries), repeats=2)
+    listed = _best_ms(partial(_build_on_lists, whole.entries), repeats=2)
     _report("builder.on_lists", turns=100, build_ms=round(listed, 1), times_slower=round(listed / whole_ms), ok=True)
 
     ns_by_turns: dict[int, float] = {}
     for turns in (100, 1_000, 4_000):
         deltas = _snapshot([entry.as_delta() for entry in _calls(turns)])
         ids = _unique_ids(turns)
-        ns_by_turns[turns] = 1e6 * _best_ms(lambda deltas=deltas: build(deltas), repeats=max(5, 3_000 // turns)) / ids  # type: ignore[misc]
+        ns_by_turns[turns] = 1e6 * _best_ms(partial(build, deltas), repeats=max(5, 3_000 // turns)) / ids
         _report("builder.deltas", turns=turns, unique_ids=ids, ns_per_id=round(ns_by_turns[turns], 2), ok=True)
     growth = ns_by_turns[4_000] / ns_by_turns[100]
     _report("builder.growth", times=round(growth, 2), target=MAX_GROWTH, ok=growth <= MAX_GROWTH)
