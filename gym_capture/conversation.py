@@ -57,6 +57,8 @@ class Tool(NamedTuple):
     description: str
     parameters_json: str
     """JSON schema of the arguments, as canonical JSON text (sorted keys, no spaces)."""
+    strict: bool = False
+    """A forced call's arguments must follow the schema, by the grammar that the engine samples under."""
 
     def as_openai(self) -> dict[str, Any]:
         """The tool as OpenAI Chat spells it, which is also what chat templates read."""
@@ -64,6 +66,8 @@ class Tool(NamedTuple):
         if self.description:
             function["description"] = self.description
         function["parameters"] = json.loads(self.parameters_json)
+        if self.strict:
+            function["strict"] = True
         return {"type": "function", "function": function}
 
 

@@ -285,7 +285,8 @@ class _OpenCalls:
 
 
 def _after_tools(tools: tuple[Tool, ...]) -> bytes:
-    return _step(_DOMAIN, b"T", *(text for tool in tools for text in tool))
+    texts = ((tool.name, tool.description, tool.parameters_json, "strict" if tool.strict else "") for tool in tools)
+    return _step(_DOMAIN, b"T", *(text for four in texts for text in four))
 
 
 def _after_turn(state: bytes, turn: AssistantTurn) -> bytes:

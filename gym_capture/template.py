@@ -113,7 +113,7 @@ def protect(template: ChatTemplate, conversation: Conversation) -> Protected:
     protected = Conversation(
         items=tuple(map(item, conversation.items)),
         tools=tuple(
-            Tool(text(tool.name), text(tool.description), json_text(tool.parameters_json))
+            Tool(text(tool.name), text(tool.description), json_text(tool.parameters_json), tool.strict)
             for tool in conversation.tools
         ),
     )

@@ -295,6 +295,7 @@ def _tools(data: Mapping[str, Any]) -> tuple[Tool, ...]:
                 fields.string(function, "description", at=f"{at}.function."),
                 function.get("parameters"),
                 f"{at}.function",
+                strict=fields.boolean(function, "strict", at=f"{at}.function."),
             )
         )
     return tuple(found)

@@ -45,10 +45,10 @@ def integer(body: Mapping[str, Any], key: str, *, minimum: int | None = None) ->
     return value
 
 
-def boolean(body: Mapping[str, Any], key: str) -> bool | None:
+def boolean(body: Mapping[str, Any], key: str, *, at: str = "") -> bool | None:
     value = body.get(key)
     if value is not None and not isinstance(value, bool):
-        raise wrong_type(key, "a boolean", value)
+        raise wrong_type(at + key, "a boolean", value)
     return value
 
 
@@ -73,7 +73,7 @@ def array(value: object, param: str) -> Sequence[Any]:
     return value
 
 
-def tool(name: str, description: str | None, parameters: object, param: str) -> Tool:
+def tool(name: str, description: str | None, parameters: object, param: str, *, strict: bool | None = None) -> Tool:
     """A function tool. Missing parameters mean: no arguments."""
     if parameters is not None and not isinstance(parameters, dict):
         raise wrong_type(f"{param}.parameters", "an object", parameters)
@@ -82,6 +82,7 @@ def tool(name: str, description: str | None, parameters: object, param: str) -> 
         name=name,
         description=description or "",
         parameters_json=json.dumps(schema, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
+        strict=bool(strict),
     )
 
 

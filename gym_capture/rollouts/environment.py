@@ -151,6 +151,7 @@ def _tool(name: str, description: str) -> dict[str, Any]:
         "function": {
             "name": name,
             "description": description,
+            "strict": True,
             "parameters": {
                 "type": "object",
                 "properties": {"number": number},

@@ -125,13 +125,13 @@ class ToolLoop:
     async def _complete(
         self, client: openai.AsyncOpenAI, messages: list[dict[str, Any]], observation: Observation, tool_choice: str
     ) -> ChatCompletion | openai.OpenAIError:
-        tools = {"tools": observation.tools, "tool_choice": tool_choice} if observation.tools else {}
+        tools = {"tools": observation.tools, "tool_choice": tool_choice, "parallel_tool_calls": False}
         request: dict[str, Any] = {
             "model": self._options.model,
             "messages": messages,
             "max_tokens": self._options.max_tokens,
             "temperature": self._options.temperature,
-            **tools,
+            **(tools if observation.tools else {}),
         }
         try:
             completion: ChatCompletion = await client.chat.completions.create(**request)

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from aiohttp import web
-from scripted_server import Call, Script, Server, completion, sdk, serving, solve, tool_call
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Environment, Register, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, ToolLoop, ToolLoopOptions
+from tests.rollouts.scripted_server import Call, Script, Server, completion, sdk, serving, solve, tool_call
 
 DEFAULTS = ToolLoopOptions()
 TASK = Task("t", {"start": 4, "steps": [["add", 7], ["multiply", 3]]})

@@ -14,12 +14,12 @@ import pytest
 from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_server import Call, sdk, serving, solve
 
 from gym_capture.errors import ConfigError, InvalidRequestError, StoreUnavailableError
 from gym_capture.rollouts.environment import Environment, Observation, Register, Score, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness, Outcome, ToolLoop
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
+from tests.rollouts.scripted_server import Call, sdk, serving, solve
 
 TASKS = Register.tasks(3)
 Play = Callable[[str, Environment], Awaitable[Outcome]]
