@@ -15,6 +15,7 @@ that boundary nothing catches `Exception`.
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
     ├── RequestError               the client's fault
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
+    │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.template`)
     │   ├── ContextLengthError     the prompt does not fit the model's context
     │   ├── UnknownModelError      a model this graph does not serve, on an untracked route
     │   ├── InvalidRolloutIdError  an id outside the allowed alphabet or length

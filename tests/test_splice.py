@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
@@ -455,6 +455,7 @@ exchanges = st.lists(st.tuples(turns, st.lists(others, min_size=1, max_size=2)),
 generations = st.lists(st.sampled_from(sorted(WORDS)), max_size=6)
 
 
+@settings(deadline=None)
 @given(exchanges, generations, st.data())
 def test_a_splice_is_the_parents_ids_and_then_the_templates_words(
     exchanges: list[tuple[AssistantTurn, list[Item]]], generated: list[int], data: st.DataObject
@@ -477,6 +478,7 @@ def test_a_splice_is_the_parents_ids_and_then_the_templates_words(
     assert n_controls == 2 * len(items[at + 1 :]) + 1 + tail.removesuffix(f"\n{after}").count("<|im_end|>")
 
 
+@settings(deadline=None)
 @given(st.lists(others | turns, min_size=1, max_size=5), st.booleans())
 def test_only_the_template_writes_control_tokens(items: list[Item], has_tools: bool) -> None:
     def with_tools(conversation: Conversation, prompted: bool) -> str:
@@ -489,6 +491,7 @@ def test_only_the_template_writes_control_tokens(items: list[Item], has_tools: b
     assert [n for n in prompt if n in (1, 9, 100)] == [1, 9] * (len(items) + 1) + [1]
 
 
+@settings(deadline=None)
 @given(st.lists(others | turns, min_size=1, max_size=5))
 def test_a_conversation_that_spells_no_control_token_is_tokenized_as_one_text(items: list[Item]) -> None:
     template = WordTemplate(chatml)

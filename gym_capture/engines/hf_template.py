@@ -139,7 +139,7 @@ class HfChatTemplate:
     """See the module's docstring. Safe to share between threads once made."""
 
     def __init__(
-        self, tokenizer: Any, *, chat_template: str | None, stop_token_ids: Iterable[int], kwargs: dict[str, Any]
+        self, tokenizer: Any, chat_template: str, *, stop_token_ids: Iterable[int], kwargs: dict[str, Any]
     ) -> None:
         self._tokenizer = tokenizer
         self._chat_template = chat_template
@@ -175,12 +175,14 @@ class HfChatTemplate:
 
         Raises `ConfigError` if there is no chat template, or it cannot be compiled.
         """
-        if chat_template is None and tokenizer.chat_template is None:
-            raise ConfigError("the tokenizer has no chat template: give one as chat_template")
         try:
-            return cls(
-                tokenizer, chat_template=chat_template, stop_token_ids=stop_token_ids, kwargs=chat_template_kwargs
-            )
+            # Of several named templates the one for tools, whether or not a request has some: one conversation may
+            # have both kinds of requests, and has one template.
+            source = tokenizer.get_chat_template(chat_template, tools=[])
+        except ValueError as error:
+            raise ConfigError(f"the tokenizer has no chat template, so one must be given: {error}") from error
+        try:
+            return cls(tokenizer, source, stop_token_ids=stop_token_ids, kwargs=chat_template_kwargs)
         except jinja2.TemplateSyntaxError as error:
             raise ConfigError(f"the chat template cannot be compiled: line {error.lineno}: {error}") from error
 
@@ -236,7 +238,7 @@ class HfChatTemplate:
     # --- probes ---
 
     def _probe_habits(self) -> _Habits:
-        source = self._chat_template or self._tokenizer.get_chat_template()
+        source = self._chat_template
         habits = _Habits(developer_role='"developer"' in source or "'developer'" in source)
         user, reply, later = new_nonce(), new_nonce(), new_nonce()
         plain = (Message("user", user), AssistantTurn(reply), Message("user", later))
@@ -246,12 +248,14 @@ class HfChatTemplate:
         if self._writes(user, plain, in_parts) and not dumped:
             habits = in_parts
         inline = (*plain[:2], Message("system", later), plain[2])
-        habits = replace(habits, inline_system=not self._refuses(inline, habits))
+        habits = replace(habits, inline_system=not self._refuses(inline, (), habits))
         call = ToolCall("call_0123456789", "probe", '{"value":"word"}')
         with_call = (plain[0], AssistantTurn(tool_calls=(call,)), ToolResult(call.id, reply))
         variants = (replace(habits, short_call_ids=True), replace(habits, text_arguments=True))
-        if self._refuses(with_call, habits):
-            habits = next((variant for variant in variants if not self._refuses(with_call, variant)), habits)
+        if self._refuses(with_call, (_PROBE_TOOL,), habits):
+            habits = next(
+                (variant for variant in variants if not self._refuses(with_call, (_PROBE_TOOL,), variant)), habits
+            )
         thought = (plain[0], AssistantTurn(reply, reasoning=later))
         with_thinking = replace(habits, thinking=True)
         if self._writes(later, thought, with_thinking) and not self._writes(later, thought, habits):
@@ -278,15 +282,15 @@ class HfChatTemplate:
         pieces = split_controls(self.special_tokens, after) if found else []
         return [piece for piece in pieces if piece in self.special_tokens]
 
-    def _writes(self, word: str, items: Sequence[Item], habits: _Habits) -> bool:
+    def _writes(self, word: str, items: tuple[Item, ...], habits: _Habits) -> bool:
         try:
-            return word in self._render(Conversation(tuple(items)), habits, add_generation_prompt=False)
+            return word in self._render(Conversation(items), habits, add_generation_prompt=False)
         except TemplateError:
             return False
 
-    def _refuses(self, items: Sequence[Item], habits: _Habits) -> bool:
+    def _refuses(self, items: tuple[Item, ...], tools: tuple[Tool, ...], habits: _Habits) -> bool:
         try:
-            self._render(Conversation(tuple(items), (_PROBE_TOOL,)), habits, add_generation_prompt=True)
+            self._render(Conversation(items, tools), habits, add_generation_prompt=True)
         except TemplateError:
             return True
         return False

@@ -5,6 +5,7 @@ The chat templates are the ones that the `trl` package ships, on tokenizers made
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import configs, create_renderer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -232,6 +233,13 @@ def test_what_cannot_work_is_a_config_error(tmp_path: Path) -> None:
         HfChatTemplate.from_model_dir(tmp_path / "nowhere")
 
 
+def test_of_several_named_templates_the_one_for_tools_is_taken() -> None:
+    tokenizer = make_tokenizer(TEMPLATES["qwen3"])
+    tokenizer.chat_template = {"default": "no tools here", "tool_use": TEMPLATES["qwen3"]}
+    template = HfChatTemplate.from_tokenizer(tokenizer)
+    assert template.render(Conversation((ASK,)), add_generation_prompt=True).startswith("<|im_start|>user")
+
+
 def test_the_users_tokenizer_is_left_alone() -> None:
     tokenizer = make_tokenizer(TEMPLATES["qwen3"])
     template = HfChatTemplate.from_tokenizer(tokenizer, TEMPLATES["qwen3"])
@@ -375,6 +383,7 @@ pairs = st.one_of(
 
 
 @pytest.mark.parametrize("name", STABLE)
+@settings(max_examples=40, deadline=None)
 @given(exchanges=st.lists(pairs, min_size=1, max_size=4), told=st.booleans())
 def test_a_chain_of_splices_equals_the_whole_rendering(
     name: str, exchanges: list[tuple[AssistantTurn, str]], told: bool
@@ -394,13 +403,9 @@ def test_a_chain_of_splices_equals_the_whole_rendering(
         assert result.ids.tolist() == prompt.tolist()
 
 
-_MADE: dict[str, HfChatTemplate] = {}
-
-
+@functools.cache
 def on_made_tokenizer_once(name: str) -> HfChatTemplate:
-    if name not in _MADE:
-        _MADE[name] = on_made_tokenizer(TEMPLATES[name])
-    return _MADE[name]
+    return on_made_tokenizer(TEMPLATES[name])
 
 
 @pytest.mark.parametrize("ending", ["</s>", ""])
