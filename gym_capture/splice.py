@@ -30,7 +30,7 @@ NotSplicedReason: TypeAlias = Literal[
     "template_refuses",  # the template raises on this conversation
     "turn_lost",  # the template does not write that assistant turn, or only part of it
     "turn_repeated",  # the template writes that assistant turn more than once
-    "new_item_lost",  # the template does not write an item that came after the turn
+    "new_item_lost",  # the template does not write a message or tool result that came after the turn
     "new_item_moved",  # the template writes an item that came after the turn before it
     "old_item_moved",  # the template writes an item (or the tools) that came before the turn after it, again
     "close_unknown",  # the parent's ids end in a way that the template's close of the turn cannot be matched with
@@ -76,18 +76,16 @@ def splice(
     """
     protected = protect(template, conversation)
     parent = _parent_turn(protected.conversation, turn)
-    given = _continue(template, protected, parent, parent_ids)
-    if isinstance(given, Spliced) or not parent.item.tool_calls:
-        return given
-    if given.reason == "turn_lost":
+    result = _continue(template, protected, parent, parent_ids)
+    if isinstance(result, Spliced) or not parent.item.tool_calls:
+        return result
+    if result.reason == "turn_lost":
         # A template that knows no tool calls leaves them out. What follows the turn is the same.
-        other = _continue(template, protected, parent._replace(mark_call=False), parent_ids)
-    elif given.reason == "old_item_moved":
+        return _continue(template, protected, parent._replace(mark_call=False), parent_ids)
+    if result.reason == "old_item_moved":
         # Some write a turn's text behind the results of its calls. The parent's ids have it where it was said.
-        other = _continue(template, protected, parent._replace(item=parent.item._replace(text="")), parent_ids)
-    else:
-        return given
-    return other if isinstance(other, Spliced) else given
+        return _continue(template, protected, parent._replace(item=parent.item._replace(text="")), parent_ids)
+    return result
 
 
 class _ParentTurn(NamedTuple):
@@ -169,8 +167,8 @@ class _Marked:
                 return NotSpliced("old_item_moved", f"item {n}" if n >= 0 else "tools")
             if n > at and found[0].start() < start:
                 return NotSpliced("new_item_moved", f"item {n}")
-        for n in range(at + 1, n_items):
-            if n not in marks and _markable(self._conversation.items[n]):
+        for n, item in enumerate(conversation.items[at + 1 :], at + 1):
+            if n not in marks and _markable(item) and not isinstance(item, AssistantTurn):
                 return NotSpliced("new_item_lost", f"item {n}")
         new = [found[0].start() for n, found in marks.items() if n > at]
         middle = min(new, default=len(text))
@@ -180,27 +178,33 @@ class _Marked:
         return f"{self._nonce}M{number}Z"
 
     def _mark_end(self) -> AssistantTurn:
-        """The turn keeps its shape. Its last call's arguments are not needed: they stand before the mark."""
+        """The turn keeps its shape. The arguments of its calls are not needed: they stand before the mark."""
         at, turn, mark_call = self.parent
-        if not mark_call:
-            return turn._replace(text=turn.text + self._mark(_TURN))
-        *others, last = turn.tool_calls
-        ended = last._replace(arguments=f'{{"value":"{self._mark(_TURN)}"}}')
-        return turn._replace(text=self._mark_text(turn, at), tool_calls=(*others, ended))
+        end, inside = self._mark(_TURN), self._mark(at)
+        if mark_call:
+            *others, last = turn.tool_calls
+            ended = last._replace(arguments=f'{{"value":"{end}"}}')
+            return turn._replace(text=self._mark_text(turn, at), tool_calls=(*others, ended))
+        calls = tuple(call._replace(arguments=f'{{"value":"{inside}"}}') for call in turn.tool_calls)
+        return turn._replace(text=turn.text + end, tool_calls=calls)
 
     def _mark_text(self, item: Item, number: int) -> str:
         """The mark goes to the middle, since templates look at how texts begin and end, and trim them there.
 
-        In an assistant's text it goes to the end: templates cut thinking off its beginning.
+        In an assistant's text it goes to the end, since templates cut thinking off its beginning. What the assistant
+        says later needs no mark: templates may leave it out.
         """
         text = item.text
-        if not _markable(item):
+        if not _markable(item) or (isinstance(item, AssistantTurn) and number > self.parent.at):
             return text
         end = len(text.rstrip())
         if not isinstance(item, AssistantTurn):
-            begin = end - len(text[:end].lstrip())
-            space = re.compile(r"\s").search(text, (begin + end) // 2, end)
-            end = space.start() if space else end
+            middle = (end + len(text[:end]) - len(text[:end].lstrip())) // 2
+            space = re.compile(r"\s").search(text, middle, end)
+            if space is not None:
+                end = space.start()
+            elif self._nonce not in text:  # else it would fall into a stand-in
+                end = middle
         return text[:end] + self._mark(number) + text[end:]
 
     def _mark_tool(self, tool: Tool, number: int) -> Tool:

@@ -391,6 +391,11 @@ def tools_before_last_user(conversation: Conversation, prompted: bool) -> str:
     return chatml(Conversation(tuple(before)), False) + listed + chatml(Conversation((last,)), prompted)
 
 
+def writes_first_call_only(conversation: Conversation, prompted: bool) -> str:
+    items = [i._replace(tool_calls=i.tool_calls[:1]) if isinstance(i, AssistantTurn) else i for i in conversation.items]
+    return chatml(Conversation(tuple(items)), prompted)
+
+
 def counts_characters(conversation: Conversation, prompted: bool) -> str:
     return chatml(conversation, prompted) + str(sum(len(item.text) for item in conversation.items))
 
@@ -409,6 +414,7 @@ TOOL = Tool("more", "Says more.", "{}")
         (hoists_system, ask(ANSWER, SYSTEM, MORE), "new_item_moved"),
         (system_before_last_user, Conversation((SYSTEM, *ask(ANSWER, MORE).items)), "old_item_moved"),
         (tools_before_last_user, Conversation(ask(ANSWER, MORE).items, (TOOL,)), "old_item_moved"),
+        (writes_first_call_only, ask(AssistantTurn("an", CALL.tool_calls * 2), RESULT, RESULT), "old_item_moved"),
         (counts_characters, ask(ANSWER, MORE), "tail_differs"),
     ],
 )
@@ -440,6 +446,34 @@ def test_calls_that_the_template_does_not_write_do_not_matter() -> None:
 
     result = spliced(splice(WordTemplate(text_only), ask(CALL, RESULT), turn=0, parent_ids=ids(*PROMPT, 70, 22, 71, 9)))
     assert result.ids.tolist() == [*PROMPT, 70, 22, 71, 9, 8, 1, 72, 23, 9, 8, 1, 3]
+
+
+def test_what_the_assistant_says_later_may_be_left_out() -> None:
+    """Calls without the text beside them, say, or nothing at all where all of it was thinking."""
+
+    def quotes_thinking(conversation: Conversation, prompted: bool) -> str:
+        items = [
+            i._replace(text=i.text.rpartition("</think>")[2]) if isinstance(i, AssistantTurn) else i
+            for i in conversation.items
+        ]
+        return chatml(Conversation(tuple(items)), prompted)
+
+    request = ask(ANSWER, MORE, AssistantTurn("hm</think>"), Message("user", "again"))
+    result = spliced(splice(WordTemplate(quotes_thinking), request, turn=0, parent_ids=ids(*PROMPT, 35, 9)))
+    assert result.ids.tolist() == [*PROMPT, 35, 9, *NEXT, 9, 8, 1, 2, 23, 9, 8, 1, 3]
+
+
+def test_a_template_may_look_at_how_a_text_begins_and_ends() -> None:
+    def knows_results(conversation: Conversation, prompted: bool) -> str:
+        def is_result(item: Item) -> bool:
+            return item.text.startswith("<call>") and item.text.endswith("</call>")
+
+        items = [ToolResult("", i.text) if is_result(i) else i for i in conversation.items]
+        return chatml(Conversation(tuple(items)), prompted)
+
+    request = ask(ANSWER, Message("user", "<call>more</call>"))
+    result = spliced(splice(WordTemplate(knows_results), request, turn=0, parent_ids=ids(*PROMPT, 35, 9)))
+    assert result.ids.tolist() == [*PROMPT, 35, 9, 8, 1, 72, 70, 22, 71, 9, 8, 1, 3]
 
 
 # --- invariants ---------------------------------------------------------------------------------------------------

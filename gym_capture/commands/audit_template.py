@@ -159,7 +159,7 @@ def _table(rows: Mapping[str, Mapping[str, Cell]]) -> list[str]:
 
 
 def _family(name: str) -> str:
-    return re.split(r"[\d_]", name)[0]
+    return re.split(r"v?\d|_", name)[0]
 
 
 def _parse_kwargs(text: str) -> dict[str, Any]:
