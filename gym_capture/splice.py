@@ -4,10 +4,10 @@ Invariant: a `Spliced` prompt starts with the parent's cumulative ids, and what 
 itself writes after that assistant turn in this very request. Where that cannot be shown the answer is `NotSpliced`
 with a named reason, and the caller renders the whole conversation.
 
-Flow: render the request as it is -> render it with marks: one at the end of what the parent generated, one in every
-other text -> what follows the first mark is the turn's close and the tail; the other marks show that nothing old was
-written after the turn and nothing new before it -> see how much of the close the parent's ids already have -> the
-rest must be how the unmarked rendering ends -> tokenize that rest alone, and append it.
+Flow: render the request with marks, one at the end of what the parent generated, one in every other text -> what
+follows the first mark is the turn's close and the tail; the other marks show that nothing old was written after the
+turn and nothing new before it -> see how much of the close the parent's ids already have -> the rest must be how the
+rendering without marks ends -> tokenize that rest alone, and append it.
 
 Nothing counts end-of-turn ids, compares old text, or tokenizes history. Cost: two renderings, and the tokens of the
 tail. A turn that was cut short costs two renderings more.
@@ -112,12 +112,12 @@ def _continue(
     )
     marked = _Marked(template, request, parent, nonce=protected.nonce)
     try:
-        plain = template.render(request, add_generation_prompt=True)
         after = marked.after_turn(len(request.items), add_generation_prompt=True)
+        if isinstance(after, NotSpliced):
+            return after
+        plain = template.render(request, add_generation_prompt=True)
     except TemplateError as error:
         return NotSpliced("template_refuses", str(error))
-    if isinstance(after, NotSpliced):
-        return after
     seam = _find_seam(marked, after.head, parent_ids)
     if seam is None:
         return NotSpliced("close_unknown", f"the parent's ids end with {template.decode(parent_ids[-8:])!r}")
