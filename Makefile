@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast lint format typecheck bench check-configs clean
+.PHONY: help setup demo test test-fast lint format typecheck bench check-configs contiguity-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -46,6 +46,9 @@ check-configs: $(READY)  ## validate every file in serve_configs/
 
 bench: $(READY)  ## all benchmarks, as JSON lines; non-zero exit below a target
 	$(BIN)/python -m benchmarks $(ARGS)
+
+contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat template at hand, every shape of turn
+	$(BIN)/python -m gym_capture.commands.audit_template > docs/contiguity.md
 
 clean:  ## remove .venv and caches of tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

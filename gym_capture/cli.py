@@ -41,6 +41,9 @@ COMMANDS: tuple[Command, ...] = (
     # Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
     Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
     Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
+    Command(
+        "audit-template", "audit_template", "Show which turns of a chat template are continued from their exact ids."
+    ),
     Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
 )
 

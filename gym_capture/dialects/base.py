@@ -26,7 +26,8 @@ class ApiError:
 
     status: int
     kind: str
-    """invalid_request | context_length | not_found | authentication | permission | conflict | overloaded | internal"""
+    """A name from a closed set: invalid_request, context_length, not_found, unknown_model, authentication, permission,
+    conflict, overloaded, internal."""
     message: str
     param: str | None = None
     retry_after_s: float | None = None

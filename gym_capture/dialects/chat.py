@@ -41,7 +41,8 @@ from gym_capture.errors import InvalidRequestError
 _ERROR_TYPES: Final = {
     "invalid_request": ("invalid_request_error", None),
     "context_length": ("invalid_request_error", "context_length_exceeded"),
-    "not_found": ("invalid_request_error", "model_not_found"),
+    "not_found": ("invalid_request_error", None),
+    "unknown_model": ("invalid_request_error", "model_not_found"),
     "authentication": ("authentication_error", "invalid_api_key"),
     "permission": ("permission_error", None),
     "conflict": ("invalid_request_error", "conflict"),

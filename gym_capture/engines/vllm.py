@@ -109,7 +109,10 @@ class VllmEngine:
         except TypeError as error:
             raise ConfigError(f"engine_args: {error}") from error
         llm = AsyncLLM.from_engine_args(args)
-        template = HfChatTemplate.from_tokenizer(llm.renderer.tokenizer)
+        eos = llm.model_config.try_get_generation_config().get("eos_token_id") or ()
+        template = HfChatTemplate.from_tokenizer(
+            llm.renderer.tokenizer, stop_token_ids=(eos,) if isinstance(eos, int) else tuple(eos)
+        )
         return cls(llm, name=name, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
 
     @property
@@ -139,7 +142,9 @@ class VllmEngine:
             params.detokenize = True
             params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
             reasoning_ended = chat.resolve_reasoning_ended(parser, ids)
-        except (ValueError, VLLMValidationError) as error:
+        except VLLMValidationError as error:
+            raise InvalidRequestError(str(error), param=error.parameter, call_id=call_id) from error
+        except ValueError as error:
             raise InvalidRequestError(str(error), call_id=call_id) from error
         if parser is not None:
             parser.set_prompt_token_ids(ids)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ray import serve
 from ray.serve import Application
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
 
 from gym_capture import models
@@ -29,11 +30,15 @@ def build_app(args: GraphArgs) -> Application:
         max_queued_requests=args.max_queued_requests,
         autoscaling_config=args.autoscaling_config,
         ray_actor_options=args.ray_actor_options or {"num_cpus": 1},
-        request_router_config=RequestRouterConfig(
-            request_router_class="gym_capture.serving.router:RolloutAffinityRouter"
-        ),
         health_check_timeout_s=60,
     )
+    if not RAY_SERVE_ENABLE_HA_PROXY:
+        # With HAProxy in front, requests reach replicas directly and HAProxy itself hashes the rollout id in the path.
+        deployment = deployment.options(
+            request_router_config=RequestRouterConfig(
+                request_router_class="gym_capture.serving.router:RolloutAffinityRouter"
+            )
+        )
     return deployment.bind(args)
 
 

@@ -31,7 +31,7 @@ def classify(error: Exception) -> ApiError:
         case ContextLengthError():
             return ApiError(status=400, kind="context_length", message=error.message, param="messages")
         case UnknownModelError():
-            return ApiError(status=404, kind="not_found", message=error.message, param="model")
+            return ApiError(status=404, kind="unknown_model", message=error.message, param="model")
         case AuthenticationError():
             kind = "permission" if error.forbidden else "authentication"
             return ApiError(status=403 if error.forbidden else 401, kind=kind, message=error.message)
