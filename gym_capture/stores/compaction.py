@@ -23,7 +23,7 @@ from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.log_records import event_of
 from gym_capture.stores.replay import Segment, read_segment
-from gym_capture.stores.segments import Location, ReadThread, SegmentReader, SegmentWriter, delete_segment
+from gym_capture.stores.segments import Location, ReadThread, SegmentReader, delete_segment
 
 _LIVE_FRACTION: Final = 0.5
 """A closed segment is rewritten when at most this part of it is alive: at worst, a byte is copied per byte freed."""
@@ -40,14 +40,12 @@ class Compactor:
         directory: Path,
         index: LogIndex,
         commits: GroupCommit,
-        writer: SegmentWriter,
         reads: ReadThread,
         tombstone_ttl_s: float,
     ) -> None:
         self._directory = directory
         self._index = index
         self._commits = commits
-        self._writer = writer
         self._reads = reads
         self._tombstone_ttl_s = tombstone_ttl_s
         self._running: asyncio.Task[None] | None = None
@@ -56,6 +54,11 @@ class Compactor:
         """Starts a pass in the background if there is something to do and none runs."""
         if (self._running is None or self._running.done()) and self._next() is not None:
             self._running = asyncio.get_running_loop().create_task(self.run())
+
+    async def finished(self) -> None:
+        """Waits for the pass that runs, if one does."""
+        if self._running is not None:
+            await self._running
 
     async def close(self) -> None:
         """Stops a pass between two steps."""
@@ -72,16 +75,15 @@ class Compactor:
                 return
 
     def _next(self) -> int | None:
-        """The oldest closed segment that is worth rewriting.
+        """The oldest segment that is worth rewriting.
 
-        The newest stays, because its header holds the epochs that were given out before it. Damaged ones stay for
-        whoever looks into the damage.
+        The newest stays: it is written to, and its header says which epochs were given out before it. Damaged ones
+        stay for whoever looks into the damage.
         """
         sizes = self._index.sizes
-        kept = {self._writer.active_number, max(sizes, default=None), *self._index.damaged}
-        for number in sorted(sizes.keys() - kept):
+        for number in sorted(sizes)[:-1]:
             used = sizes[number] - SEGMENT_HEADER_BYTES
-            if self._index.live_bytes(number) <= _LIVE_FRACTION * used:
+            if number not in self._index.damaged and self._index.live_bytes(number) <= _LIVE_FRACTION * used:
                 return number
         return None
 

@@ -88,7 +88,6 @@ class LogStore:
             directory=directory,
             index=index,
             commits=self._commits,
-            writer=writer,
             reads=self._reads,
             tombstone_ttl_s=tombstone_ttl_s,
         )
@@ -232,6 +231,12 @@ class LogStore:
                         yield entry
         finally:
             reader.close()
+
+    async def compact(self) -> None:
+        """Gives back what disk space it can now, instead of when it happens to be looked for after a `drop`."""
+        self._check_open()
+        self._compactor.trigger()
+        await self._compactor.finished()
 
     def stats(self) -> LogStats:
         sizes = self._index.sizes

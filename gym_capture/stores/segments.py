@@ -125,11 +125,6 @@ class SegmentWriter:
         self._size = 0
         self._is_broken = False
 
-    @property
-    def active_number(self) -> int | None:
-        """The segment that the next batch goes to, if it exists already."""
-        return None if self._fd is None else self._number
-
     def append(self, drafts: Sequence[Draft], *, epoch_floor: int) -> list[Location]:
         """Writes a batch and makes it durable. `epoch_floor`: above every epoch in the log so far.
 
