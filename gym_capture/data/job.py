@@ -118,14 +118,18 @@ def write_trajectories(
     return result
 
 
-async def retire(source: TokenSource, consumed: BuildReport) -> tuple[str, ...]:
+async def retire(source: SourceSpec, consumed: BuildReport) -> tuple[str, ...]:
     """Drops the snapshots that a build consumed. Returns the rollouts that have changed since, which are kept."""
+    opened = await source.open()
     changed: list[str] = []
-    for rollout_id, (snapshot_id, version) in consumed.snapshots.items():
-        try:
-            await source.drop(rollout_id, snapshot_id, version)
-        except StaleSnapshotError:
-            changed.append(rollout_id)
+    try:
+        for rollout_id, (snapshot_id, version) in consumed.snapshots.items():
+            try:
+                await opened.drop(rollout_id, snapshot_id, version)
+            except StaleSnapshotError:
+                changed.append(rollout_id)
+    finally:
+        await opened.close()
     return tuple(changed)
 
 

@@ -2,40 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 import pytest
-import ray
 import ray.data
 
 from gym_capture.data import job
-from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, retire, write_trajectories
+from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, write_trajectories
 from gym_capture.data.requests import request_table
 from gym_capture.data.schema import SCHEMA, check_schema
 from gym_capture.errors import ConfigError
-from gym_capture.records import CallIntent
-from gym_capture.stores.memory import MemoryStore
 
 from . import made_rollouts
 
 SOURCE = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
+pytestmark = pytest.mark.usefixtures("cluster")
+
 SMALL_PARTS = JobOptions(rollouts_per_part=3, workers=2, scale="none")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
-    # Workers do not get the path that pytest found the test modules by.
-    root = Path(made_rollouts.__file__).parents[made_rollouts.__name__.count(".")]
-    environment = {"env_vars": {"PYTHONPATH": str(root)}}
-    ray.init(address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, runtime_env=environment)
-    yield
-    ray.shutdown()
 
 
 def asked(*rollout_ids: str, groups: int = 2) -> pa.Table:
@@ -138,40 +125,3 @@ def test_trajectories_that_are_there_are_not_mixed_with_others(tmp_path: Path) -
 def test_nothing_to_build_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rollouts"):
         write_trajectories(asked(), source=SOURCE, out=tmp_path)
-
-
-def test_retire_drops_what_was_consumed_and_keeps_what_has_changed_since(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        for rollout_id in ("a", "b"):
-            await put_all(store, rollout_id, turns=1)
-        frozen = {name: await store.freeze(name) for name in ("a", "b")}
-        consumed = consumed_report({name: (s.snapshot_id, s.version) for name, s in frozen.items()})
-        await store.begin_call(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0))
-        assert await retire(store, consumed) == ("b",)
-        assert list(await store.rollout_ids()) == ["b"]
-
-    asyncio.run(scenario())
-
-
-async def put_all(store: MemoryStore, rollout_id: str, *, turns: int) -> None:
-    for entry in reversed(made_rollouts.snapshot(rollout_id, turns=turns).entries):
-        intent = CallIntent(rollout_id=rollout_id, model_call_id=entry.model_call_id, created_at=0.0)
-        await store.put(entry, epoch=await store.begin_call(intent))
-
-
-def consumed_report(snapshots: dict[str, tuple[str, int]]) -> job.BuildReport:
-    return job.BuildReport(
-        requested=len(snapshots),
-        complete=len(snapshots),
-        incomplete=(),
-        missing=(),
-        mask_reasons={},
-        trajectories=len(snapshots),
-        token_ids=0,
-        generated_tokens_captured=0,
-        generated_tokens_delivered=0,
-        groups=1,
-        mixed_prompt_groups=(),
-        snapshots=snapshots,
-    )

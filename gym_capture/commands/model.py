@@ -1,0 +1,30 @@
+"""`gym-capture model`: a small model folder to serve and train, without a hub."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+class SmallModel(StrEnum):
+    """What can be made."""
+
+    SMOLLM2 = "smollm2"
+    TINY = "tiny"
+
+
+def command(
+    model: Annotated[SmallModel, typer.Argument(help="smollm2: SmolLM2-135M-Instruct. tiny: 3 M random weights.")],
+    cache: Annotated[Path | None, typer.Option(help="Where model folders are kept.")] = None,
+) -> None:
+    """Make a small model folder, once, and print its path.
+
+    Nothing is fetched: the weights come from an installed package.
+    """
+    from gym_capture.models import smollm2_dir, tiny_dir
+
+    make = smollm2_dir if model is SmallModel.SMOLLM2 else tiny_dir
+    typer.echo(make(cache, progress=lambda line: typer.echo(line, err=True)))

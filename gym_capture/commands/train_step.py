@@ -1,0 +1,120 @@
+"""`gym-capture train-step`: one step of the reference GRPO trainer on built trajectories.
+
+Invariant: the model it reads is never changed; what it writes is a whole model folder of its own.
+
+Flow: Parquet -> rollouts -> one step under a progress bar -> metrics, and the trained model if `--out` names a place.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gym_capture.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_bridge.grpo import StepMetrics
+
+
+class WeighBy(StrEnum):
+    """What weighs the same in the loss."""
+
+    ROLLOUT = "rollout"
+    TOKEN = "token"
+
+
+def command(
+    model: Annotated[Path, typer.Option(help="Model folder that the rollouts were sampled from.", file_okay=False)],
+    data: Annotated[str, typer.Option(help="Directory, or URI of one, of trajectories as Parquet.")],
+    out: Annotated[Path | None, typer.Option(help="Folder for the trained model; by default it is not kept.")] = None,
+    rollouts: Annotated[
+        int | None, typer.Option(min=1, help="Train on the first groups with about this many; by default on all.")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 1e-6,
+    temperature: Annotated[float, typer.Option(help="That the rollouts were sampled with.")] = 1.0,
+    updates: Annotated[int, typer.Option(min=1, help="Updates of the weights on the same rollouts.")] = 1,
+    clip_low: Annotated[float, typer.Option(min=0.0)] = 0.2,
+    clip_high: Annotated[float, typer.Option(min=0.0)] = 0.2,
+    importance_cap: Annotated[float, typer.Option(help="The most that a token's importance weight may be.")] = 2.0,
+    weigh_by: Annotated[WeighBy, typer.Option()] = WeighBy.ROLLOUT,
+    max_grad_norm: Annotated[float, typer.Option(min=0.0)] = 1.0,
+    overlong_filtering: Annotated[
+        bool, typer.Option("--overlong-filtering", help="Leave out rollouts that ended at a length limit.")
+    ] = False,
+    tokens_per_micro_batch: Annotated[int, typer.Option(min=1, help="Padded tokens of one forward pass.")] = 4096,
+    device: Annotated[str, typer.Option(help="Of torch, e.g. cpu or cuda.")] = "cpu",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
+) -> None:
+    """Train one GRPO step, and report how far the trainer's log probabilities are from those recorded.
+
+    Exits with 1 if the weights were not moved: nothing to train on, or a gradient that is not finite.
+    """
+    if temperature <= 0:
+        raise ConfigError(f"--temperature must be positive: got {temperature}; greedy sampling has no policy gradient")
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} is not a model folder: it has no config.json")
+
+    from transformers.utils import logging
+
+    from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
+    from trainer_bridge.loss import LossOptions
+    from trainer_bridge.stream import parquet_batches, read_rollouts, steps
+
+    logging.disable_progress_bar()
+    read = read_rollouts(parquet_batches(data))
+    batch = tuple(read) if rollouts is None else next(steps(read, rollouts_per_step=rollouts))
+    options = GrpoOptions(
+        lr=lr,
+        temperature=temperature,
+        loss=LossOptions(
+            clip_low=clip_low, clip_high=clip_high, importance_cap=importance_cap, weigh_by=weigh_by.value
+        ),
+        updates_per_step=updates,
+        max_grad_norm=max_grad_norm,
+        overlong_filtering=overlong_filtering,
+        tokens_per_micro_batch=tokens_per_micro_batch,
+    )
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bar = progress.add_task("loading the model", total=None)
+        trainer = GrpoTrainer.load(model, options, device=device)
+        progress.update(bar, description=f"training on {len(batch)} rollouts")
+        metrics = trainer.step(batch, on_progress=lambda done, of: progress.update(bar, completed=done, total=of))
+        if out is not None:
+            progress.update(bar, description="saving")
+            trainer.save(out, tokenizer_from=model)
+    if as_json:
+        typer.echo(json.dumps(asdict(metrics), indent=2))
+    else:
+        Console().print(metrics_table(metrics))
+    if not metrics.updates:
+        raise typer.Exit(1)
+
+
+def metrics_table(metrics: StepMetrics) -> Table:
+    """What a person wants to know of a step."""
+    table = Table(show_header=False, box=None)
+    for name, value in asdict(metrics).items():
+        if isinstance(value, dict):
+            for inner, number in value.items():
+                label = f"left out: {inner}" if name == "left_out" else inner
+                table.add_row(label, f"{number:.6g}")
+        elif isinstance(value, float | int):
+            table.add_row(name, f"{value:.6g}")
+        elif value:
+            table.add_row(name, ", ".join(value))
+    return table

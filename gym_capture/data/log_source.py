@@ -1,0 +1,125 @@
+"""The logs of a graph that does not run, as a source for many workers at once.
+
+Invariant: a log has one owner. One actor opens each log directory, repairs what a crash left as the graph itself would,
+and reads records for everybody; the actors end with `opened_logs`.
+
+Flow: `opened_logs(directory)` finds the log directories and starts their actors -> the `SourceSpec` it gives opens a
+`LogClient` in each worker -> a rollout is asked of the actor whose log knows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from gym_capture.codec import decode_snapshot
+from gym_capture.data.job import SourceSpec
+from gym_capture.errors import ConfigError, GymCaptureError, StoreUnavailableError
+from gym_capture.records import Snapshot
+from gym_capture.stores.log import LogStore
+from gym_capture.stores.segments import segment_numbers
+
+
+@contextmanager
+def opened_logs(directory: Path) -> Iterator[SourceSpec]:
+    """The source of the log in `directory`, or of all logs in directories below it, one level down.
+
+    Raises `ConfigError` if there is none, `StoreUnavailableError` if one of them is in use, e.g. by a running graph.
+    """
+    found = [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
+    if not found:
+        raise ConfigError(f"{directory} holds no records: name the directory that the graph kept them in")
+    # On this node: the directories are paths of this machine.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    actor_class = ray.remote(_LogOwner).options(num_cpus=0, scheduling_strategy=here)
+    owners = [actor_class.remote(str(path)) for path in found]
+    try:
+        for owner in owners:
+            _answer(owner.rollout_ids.remote())
+        yield SourceSpec(import_path="gym_capture.data.log_source:LogClient.open", kwargs={"owners": owners})
+    finally:
+        for owner in owners:
+            ray.kill(owner)
+
+
+class LogClient:
+    """A `TokenSource` over logs that other processes own."""
+
+    def __init__(self, owner_of: dict[str, Any]) -> None:
+        self._owner_of = owner_of
+
+    @classmethod
+    async def open(cls, *, owners: Sequence[Any]) -> LogClient:
+        """`owners`: the actors of `opened_logs`."""
+        return cls({name: owner for owner in owners for name in await _awaited(owner.rollout_ids.remote())})
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        if rollout_id not in self._owner_of:
+            return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=())
+        return decode_snapshot(await _awaited(self._owner_of[rollout_id].freeze.remote(rollout_id)))
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await _awaited(self._owner_of[rollout_id].drop.remote(rollout_id, snapshot_id, version))
+
+    async def clear(self, rollout_id: str) -> None:
+        if rollout_id in self._owner_of:
+            await _awaited(self._owner_of[rollout_id].clear.remote(rollout_id))
+
+    async def rollout_ids(self) -> Sequence[str]:
+        return sorted(self._owner_of)
+
+    async def close(self) -> None:
+        """The actors stay: they belong to `opened_logs`."""
+
+
+class _LogOwner:
+    """The actor that has a log open."""
+
+    def __init__(self, directory: str) -> None:
+        self._directory = directory
+        self._store: LogStore | None = None
+
+    async def rollout_ids(self) -> Sequence[str]:
+        return await (await self._opened()).rollout_ids()
+
+    async def freeze(self, rollout_id: str) -> bytes:
+        return await (await self._opened()).freeze_encoded(rollout_id)
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await (await self._opened()).drop(rollout_id, snapshot_id, version)
+
+    async def clear(self, rollout_id: str) -> None:
+        await (await self._opened()).clear(rollout_id)
+
+    async def _opened(self) -> LogStore:
+        # `opened_logs` asks each owner once, and waits for the answer, before anybody else can ask.
+        if self._store is None:
+            self._store = await LogStore.open(self._directory)
+        return self._store
+
+
+def _answer(reply: Any) -> Any:
+    try:
+        return ray.get(reply)
+    except RayTaskError as error:
+        raise _cause(error) from None
+
+
+async def _awaited(reply: Any) -> Any:
+    try:
+        return await reply
+    except RayTaskError as error:
+        raise _cause(error) from None
+    except RayActorError as error:
+        raise StoreUnavailableError("the actor that owns the log is gone") from error
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    cause = cast(BaseException, error.cause)
+    return cause if isinstance(cause, GymCaptureError) else error

@@ -1,0 +1,366 @@
+"""The reference trainer on a tiny random model: what moves, what does not, and what a step says of itself."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gym_capture.errors import ConfigError
+from trainer_bridge.batching import StepBatch, step_batch
+from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
+from trainer_bridge.loss import LossOptions, clipped_loss, mismatch
+from trainer_bridge.stream import TrainRollout, TrainSequence
+
+VOCABULARY = 97
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors this small are slower on several threads, far slower on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def model(seed: int = 0) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=128,
+        initializer_range=0.2,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(config).eval()
+
+
+def sequence(*, prompt: int = 3, generated: int = 5, seed: int = 0, **changes: Any) -> TrainSequence:
+    ids = np.random.default_rng(seed).integers(0, VOCABULARY, prompt + generated, dtype=np.int32)
+    made = TrainSequence(
+        trajectory_id=f"t{seed}",
+        is_main=True,
+        token_ids=ids,
+        loss_mask=np.arange(prompt + generated) >= prompt,
+        log_probs=np.where(np.arange(prompt + generated) >= prompt, np.float32(-4.0), np.float32(0.0)),
+        finish_reason="stop",
+        weight_versions=frozenset({"1"}),
+    )
+    return replace(made, **changes)
+
+
+def rollout(*sequences: TrainSequence, advantage: float | None = 1.0, **changes: Any) -> TrainRollout:
+    made = TrainRollout(
+        rollout_id="r",
+        group_id="g",
+        sequences=sequences,
+        reward=1.0,
+        advantage=advantage,
+        masked=False,
+        mask_reasons=(),
+    )
+    return replace(made, **changes)
+
+
+def sampled_by(policy: Any, made: TrainSequence, *, temperature: float = 1.0) -> TrainSequence:
+    """The sequence with the log probabilities that `policy` gives its sampled ids, computed the plain way."""
+    ids = torch.from_numpy(made.token_ids.astype(np.int64))[None]
+    with torch.no_grad():
+        log_probs = torch.log_softmax(policy(input_ids=ids).logits[0, :-1] / temperature, dim=-1)
+    chosen = log_probs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
+    return replace(made, log_probs=np.where(made.loss_mask, np.concatenate(([0.0], chosen)), 0.0).astype(np.float32))
+
+
+def batch_of(*rollouts: TrainRollout, budget: int = 1000, **changes: Any) -> StepBatch:
+    arguments: dict[str, Any] = {"weigh_by": "rollout", "overlong_filtering": False, "pad_id": 0}
+    return step_batch(rollouts, tokens_per_micro_batch=budget, **(arguments | changes))
+
+
+def log_probs(trainer: GrpoTrainer, *rollouts: TrainRollout, budget: int = 1000) -> list[float]:
+    found = trainer.log_probs(batch_of(*rollouts, budget=budget).micro_batches)
+    return torch.cat(found).tolist()
+
+
+def gradient(options: GrpoOptions, *rollouts: TrainRollout) -> torch.Tensor:
+    """What one step would move the weights by, up to the optimizer: from AdamW's first moment."""
+    trainer = GrpoTrainer(model(), replace(options, max_grad_norm=math.inf))
+    trainer.step(rollouts)
+    moments = [state["exp_avg"].flatten() for state in trainer._optimizer.state.values()]
+    return torch.cat(moments) if moments else torch.zeros(1)
+
+
+def assert_same(first: torch.Tensor, second: torch.Tensor) -> None:
+    torch.testing.assert_close(first, second, rtol=1e-4, atol=1e-6)
+
+
+# --- log probabilities -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_log_probs_are_those_of_the_plain_forward_pass(temperature: float) -> None:
+    policy = model()
+    made = sampled_by(policy, sequence(), temperature=temperature)
+    trainer = GrpoTrainer(policy, GrpoOptions(temperature=temperature))
+    assert log_probs(trainer, rollout(made)) == pytest.approx(made.log_probs[made.loss_mask].tolist(), abs=1e-5)
+
+
+def test_a_padded_batch_equals_single_rows() -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions())
+    rows = [rollout(sequence(generated=length, prompt=2 + length, seed=length)) for length in (9, 6, 4, 1)]
+    together, alone = log_probs(trainer, *rows), log_probs(trainer, *rows, budget=1)
+    assert len(batch_of(*rows).micro_batches) == 1
+    assert len(batch_of(*rows, budget=1).micro_batches) == 4
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+# --- what a step learns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("advantage", "direction"), [(1.0, 1), (-1.0, -1)])
+def test_sampled_ids_become_likelier_with_a_positive_advantage_and_less_likely_with_a_negative(
+    advantage: float, direction: int
+) -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions(lr=1e-3))
+    made = rollout(sampled_by(trainer.model, sequence()), advantage=advantage)
+    before = sum(log_probs(trainer, made))
+    metrics = trainer.step([made])
+    after = sum(log_probs(trainer, made))
+    assert (after - before) * direction > 0.01
+    assert metrics.updates == 1
+    assert metrics.loss == pytest.approx(-advantage, abs=1e-5)  # ratio and importance are 1
+
+
+@pytest.mark.parametrize("weigh_by", ["rollout", "token"])
+def test_micro_batches_change_nothing(weigh_by: Any) -> None:
+    rollouts = [
+        rollout(sequence(seed=1), sequence(seed=2, generated=9), advantage=1.0),
+        rollout(sequence(seed=3, generated=2), advantage=-0.5),
+    ]
+    options = GrpoOptions(loss=LossOptions(weigh_by=weigh_by))
+    one = gradient(replace(options, tokens_per_micro_batch=10_000), *rollouts)
+    many = gradient(replace(options, tokens_per_micro_batch=1), *rollouts)
+    assert one.abs().max() > 0
+    assert_same(one, many)
+
+
+def test_masked_rollouts_contribute_nothing() -> None:
+    kept = rollout(sequence(seed=1))
+    masked = rollout(sequence(seed=2), advantage=5.0, masked=True, mask_reasons=("no_calls",))
+    assert_same(gradient(GrpoOptions(), kept), gradient(GrpoOptions(), kept, masked))
+    metrics = GrpoTrainer(model(), GrpoOptions()).step([kept, masked])
+    assert (metrics.rollouts, metrics.left_out) == (1, {"masked": 1})
+
+
+def test_prompt_ids_and_reply_ids_of_others_contribute_nothing() -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions())
+    made = sequence(prompt=2, generated=6)
+    middle_is_a_tool_result = made.loss_mask & ~np.isin(np.arange(8), [4, 5])
+    assert trainer.step([rollout(replace(made, loss_mask=middle_is_a_tool_result))]).trained_tokens == 4
+
+
+def test_TR_01_each_row_of_a_rollout_gets_its_advantage_on_its_own_tokens() -> None:
+    masks = [np.array([0, 0, 1, 1, 0], dtype=np.bool_), np.array([0, 1, 0, 0, 0], dtype=np.bool_)]
+    rows = [sequence(prompt=2, generated=3, seed=i, loss_mask=mask) for i, mask in enumerate(masks)]
+    (micro_batch,) = batch_of(rollout(*rows, advantage=0.5)).micro_batches
+    found = list(zip(micro_batch.row_N.tolist(), micro_batch.position_N.tolist(), strict=True))
+    assert found == [(0, 2), (0, 3), (1, 1)]
+    assert micro_batch.advantage_N.tolist() == [0.5] * 3
+
+
+def test_TR_02_a_rollout_weighs_the_same_however_many_rows_it_was_built_into() -> None:
+    three_rows = rollout(*(sequence(seed=seed) for seed in (1, 2, 3)))
+    one_row = rollout(sequence(seed=4))
+    batch = batch_of(three_rows, one_row)
+    (micro_batch,) = batch.micro_batches
+    weights = torch.zeros(4).index_add(0, micro_batch.row_N, micro_batch.weight_N)
+    assert weights.sum().item() == pytest.approx(1.0)
+    assert weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
+
+
+def test_weighed_by_token_every_token_is_equal() -> None:
+    batch = batch_of(rollout(sequence(generated=9)), rollout(sequence(generated=1)), weigh_by="token")
+    assert {round(weight, 6) for m in batch.micro_batches for weight in m.weight_N.tolist()} == {0.1}
+
+
+def test_TR_06_a_token_without_a_log_probability_is_left_out_and_counted() -> None:
+    made = sequence(generated=5)
+    gap = made.log_probs.copy()
+    gap[4] = np.nan
+    shorter_mask = made.loss_mask & (np.arange(8) != 4)
+    with_gap = rollout(replace(made, log_probs=gap))
+    assert_same(
+        gradient(GrpoOptions(), with_gap), gradient(GrpoOptions(), rollout(replace(made, loss_mask=shorter_mask)))
+    )
+    metrics = GrpoTrainer(model(), GrpoOptions()).step([with_gap])
+    assert (metrics.trained_tokens, metrics.tokens_without_log_prob) == (4, 1)
+    assert metrics.mismatch is not None
+    assert math.isfinite(metrics.mismatch.gen_kl_error)
+
+
+def test_TR_08_overlong_filtering_leaves_out_what_ended_at_a_limit() -> None:
+    cut = rollout(sequence(seed=1, finish_reason="length"))
+    ended = rollout(sequence(seed=2))
+    options = GrpoOptions(overlong_filtering=True)
+    assert_same(gradient(options, ended), gradient(options, cut, ended))
+    assert GrpoTrainer(model(), options).step([cut, ended]).left_out == {"truncated": 1}
+    assert GrpoTrainer(model(), GrpoOptions()).step([cut, ended]).left_out == {}
+
+
+def test_rollouts_without_an_advantage_or_a_token_are_counted() -> None:
+    nothing = sequence(loss_mask=np.zeros(8, dtype=np.bool_))
+    metrics = GrpoTrainer(model(), GrpoOptions()).step(
+        [rollout(sequence(), advantage=None), rollout(nothing), rollout(), rollout(sequence())]
+    )
+    assert metrics.left_out == {"no_advantage": 1, "no_trained_tokens": 2}
+
+
+def test_nothing_to_train_on_moves_nothing() -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions(lr=1.0))
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    metrics = trainer.step([rollout(sequence(), masked=True)])
+    assert (metrics.updates, metrics.mismatch, metrics.loss) == (0, None, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_a_gradient_that_is_not_finite_moves_nothing() -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions(lr=1.0))
+    before = [parameter.clone() for parameter in trainer.model.parameters()]
+    metrics = trainer.step([rollout(sequence(), advantage=math.inf)])
+    assert metrics.updates == 0
+    assert not math.isfinite(metrics.grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+
+
+def test_the_gradient_is_clipped_to_its_norm() -> None:
+    def moment(max_grad_norm: float) -> float:
+        trainer = GrpoTrainer(model(), GrpoOptions(max_grad_norm=max_grad_norm))
+        trainer.step([rollout(sequence())])
+        return math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in trainer._optimizer.state.values()))
+
+    assert moment(1e-3) == pytest.approx(0.1 * 1e-3, rel=1e-3)  # AdamW's first moment is 0.1 of the gradient
+    assert moment(math.inf) > 1e-2
+
+
+# --- several updates, clipping, importance ---------------------------------------------------------------------------
+
+
+def test_several_updates_train_from_the_weights_before_the_first() -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions(lr=1e-2, updates_per_step=4))
+    made = rollout(sampled_by(trainer.model, sequence()))
+    progress: list[tuple[int, int]] = []
+    metrics = trainer.step([made], on_progress=lambda done, of: progress.append((done, of)))
+    assert metrics.updates == 4
+    assert metrics.clip_fraction > 0.5
+    assert metrics.mismatch is not None
+    assert metrics.mismatch.max_abs_log_prob_diff < 1e-4  # of the weights before the step
+    assert progress[-1] == (5, 5)  # one pass for the log probabilities before, four updates
+
+
+def terms(
+    current: float, *, prev: float, generation: float, advantage: float, options: LossOptions
+) -> tuple[float, float]:
+    """The loss of one token, and its gradient."""
+    x = torch.tensor([current], requires_grad=True)
+    loss = clipped_loss(
+        x,
+        prev_N=torch.tensor([prev]),
+        generation_N=torch.tensor([generation]),
+        advantage_N=torch.tensor([advantage]),
+        weight_N=torch.ones(1),
+        options=options,
+    )
+    loss.backward()
+    assert x.grad is not None
+    return loss.item(), x.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "slope"),
+    [
+        (1.0, 2.0, -2.0, -2.0),
+        (1.5, 2.0, -2.56, 0.0),  # already likelier by more than 1.28: nothing more to gain
+        (0.5, 2.0, -1.0, -1.0),
+        (1.5, -2.0, 3.0, 3.0),
+        (0.5, -2.0, 1.6, 0.0),  # already less likely than 0.8: nothing more to gain
+    ],
+)
+def test_the_ratio_is_clipped_where_it_has_gone_far_enough(
+    ratio: float, advantage: float, loss: float, slope: float
+) -> None:
+    options = LossOptions(clip_low=0.2, clip_high=0.28)
+    found = terms(-1.0 + math.log(ratio), prev=-1.0, generation=-1.0, advantage=advantage, options=options)
+    assert found == pytest.approx((loss, slope), abs=1e-5)
+
+
+@pytest.mark.parametrize(("cap", "importance"), [(None, 3.0), (2.0, 2.0)])
+def test_importance_corrects_for_what_generated_and_is_capped(cap: float | None, importance: float) -> None:
+    options = LossOptions(importance_cap=cap)
+    found = terms(-1.0, prev=-1.0, generation=-1.0 - math.log(3.0), advantage=1.0, options=options)
+    assert found == pytest.approx((-importance, -importance), abs=1e-5)
+
+
+# --- metrics -------------------------------------------------------------------------------------------------------
+
+
+def test_mismatch_is_nothing_when_trainer_and_generation_agree() -> None:
+    same = torch.tensor([-0.1, -2.0, -9.0])
+    found = mismatch(same, same)
+    assert (found.gen_kl_error, found.token_mult_prob_error) == (0.0, 1.0)
+    assert (found.mean_abs_log_prob_diff, found.max_abs_log_prob_diff) == (0.0, 0.0)
+
+
+def test_mismatch_follows_its_formulas() -> None:
+    prev, generation = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.8])
+    differences = np.array([0.5, -0.2])
+    found = mismatch(prev, generation)
+    assert found.gen_kl_error == pytest.approx(np.mean(np.exp(differences) - differences - 1), rel=1e-5)
+    assert found.token_mult_prob_error == pytest.approx(np.mean(np.exp(np.abs(differences))), rel=1e-5)
+    assert found.mean_abs_log_prob_diff == pytest.approx(0.35, rel=1e-5)
+    assert found.max_abs_log_prob_diff == pytest.approx(0.5, rel=1e-5)
+
+
+def test_the_wrong_temperature_shows_as_a_mismatch() -> None:
+    policy = model()
+    made = rollout(sampled_by(policy, sequence(generated=20), temperature=0.7))
+
+    def error(temperature: float) -> float:
+        metrics: StepMetrics = GrpoTrainer(policy, GrpoOptions(lr=0.0, temperature=temperature)).step([made])
+        assert metrics.mismatch is not None
+        return metrics.mismatch.gen_kl_error
+
+    assert error(0.7) < 1e-8
+    assert error(1.0) > 1e-3
+
+
+def test_metrics_are_plain_data() -> None:
+    metrics = GrpoTrainer(model(), GrpoOptions()).step([rollout(sequence())])
+    assert json.loads(json.dumps(asdict(metrics)))["weight_versions"] == ["1"]
+
+
+# --- saving --------------------------------------------------------------------------------------------------------
+
+
+def test_a_saved_model_is_whole_and_is_not_written_over(tmp_path: Path) -> None:
+    trainer = GrpoTrainer(model(), GrpoOptions(lr=1e-2))
+    made = rollout(sequence())
+    trainer.step([made])
+    trainer.save(tmp_path / "trained")
+    loaded = GrpoTrainer.load(tmp_path / "trained", GrpoOptions())
+    assert log_probs(loaded, made) == pytest.approx(log_probs(trainer, made), abs=1e-6)
+    assert [path.name for path in tmp_path.iterdir()] == ["trained"]
+    with pytest.raises(ConfigError, match="is there already"):
+        trainer.save(tmp_path / "trained")
