@@ -146,9 +146,10 @@ class GroupCommit:
     async def _run(self) -> None:
         try:
             while self._queue:
+                floor = self._ledger.epoch_floor()
                 batch = self._next_batch()
                 if batch.writes:
-                    await self._commit(batch)
+                    await self._commit(batch, epoch_floor=floor)
         finally:
             # Left over only if the event loop is shutting down, or by a defect: nobody may wait for ever.
             for queued in self._queue:
@@ -171,13 +172,12 @@ class GroupCommit:
         self._queue.extendleft(reversed(deferred))
         return batch
 
-    async def _commit(self, batch: _Batch) -> None:
-        floor = self._ledger.epoch_floor()
+    async def _commit(self, batch: _Batch, *, epoch_floor: int) -> None:
         failure = "the writer of the log has stopped"
         locations: list[Location] | None = None
         try:
             locations = await asyncio.get_running_loop().run_in_executor(
-                self._thread, lambda: self._writer.append(batch.drafts, epoch_floor=floor)
+                self._thread, lambda: self._writer.append(batch.drafts, epoch_floor=epoch_floor)
             )
         except OSError as error:
             failure = f"the log cannot be written: {error}"
