@@ -27,17 +27,17 @@ from gym_capture.codec import (
     decode_snapshot,
     encode_entry,
     encode_intent,
-    join_snapshot,
     peek_entry,
 )
-from gym_capture.errors import CorruptLogError, GymCaptureError, RecordError, StoreUnavailableError
-from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry, check_rollout_id
+from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableError
+from gym_capture.records import CallIntent, Snapshot, TokenEntry, check_rollout_id
 from gym_capture.rollout_state import Decision, FrozenFacts
 from gym_capture.stores.compaction import Compactor
-from gym_capture.stores.frames import Frame, check_key, read_frame
+from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import CommitCounts, GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
-from gym_capture.stores.recovery import CORRUPT_LOG, Recovery, recover
+from gym_capture.stores.reading import read_record, read_snapshot
+from gym_capture.stores.recovery import Recovery, recover
 from gym_capture.stores.segments import (
     Disk,
     Location,
@@ -119,9 +119,8 @@ class LogStore:
             path = make_directory(directory)
             lock = lock_directory(path)
             try:
-                index = LogIndex()
                 writer = SegmentWriter(path, segment_bytes=segment_bytes, fsync=fsync, disk=disk)
-                recovery = recover(path, index, writer)
+                index, recovery = recover(path, writer)
             except BaseException:
                 os.close(lock)
                 raise
@@ -192,12 +191,12 @@ class LogStore:
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         facts, entries = self._frozen(rollout_id)
-        return await self._reads.run(lambda reader: decode_snapshot(_read_snapshot(reader, rollout_id, facts, entries)))
+        return await self._reads.run(lambda reader: decode_snapshot(read_snapshot(reader, rollout_id, facts, entries)))
 
     async def freeze_encoded(self, rollout_id: str) -> bytes:
         """`freeze` for shipping: the bytes that `codec.decode_snapshot` reads, without decoding the records here."""
         facts, entries = self._frozen(rollout_id)
-        return await self._reads.run(lambda reader: _read_snapshot(reader, rollout_id, facts, entries))
+        return await self._reads.run(lambda reader: read_snapshot(reader, rollout_id, facts, entries))
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
         await self._write(
@@ -225,7 +224,7 @@ class LogStore:
         try:
             for rollout_id in self._index.book.live_ids():
                 for _, location in self._index.entries(rollout_id):
-                    found = _read(reader, location)
+                    found = read_record(reader, location)
                     entry = None if found is None else decode_or_problem(found.payload)
                     if isinstance(entry, TokenEntry):
                         yield entry
@@ -276,41 +275,3 @@ class LogStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreUnavailableError("this store is closed")
-
-
-def _read_snapshot(
-    reader: SegmentReader, rollout_id: str, facts: FrozenFacts, entries: list[tuple[str, Location]]
-) -> bytes:
-    """The snapshot, encoded. A record that has become unreadable is a problem of it."""
-    problems = list(facts.problems)
-    encoded: list[bytes] = []
-    for call_id, location in entries:
-        frame = _read(reader, location)
-        if frame is not None:
-            encoded.append(frame.payload)
-            continue
-        problems.append(
-            RecordProblem(
-                reason=CORRUPT_LOG,
-                call_id=call_id,
-                field=None,
-                detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
-            )
-        )
-    snapshot = Snapshot(
-        rollout_id=rollout_id,
-        snapshot_id=facts.snapshot_id,
-        version=facts.version,
-        entries=(),
-        incomplete=facts.incomplete,
-        problems=tuple(problems),
-    )
-    return join_snapshot(snapshot, encoded)
-
-
-def _read(reader: SegmentReader, location: Location) -> Frame | None:
-    try:
-        found = read_frame(*reader.read(location))
-    except CorruptLogError:
-        return None
-    return found if isinstance(found, Frame) else None

@@ -118,6 +118,15 @@ class LogIndex:
         rollout = self._rollouts.get(rollout_id)
         return [] if rollout is None else sorted(rollout.entries.items(), key=lambda item: item[1])
 
+    def bytes_of(self, rollout_id: str) -> int:
+        """Bytes that the records of a live rollout take up."""
+        rollout = self._rollouts.get(rollout_id)
+        return 0 if rollout is None else rollout.bytes_in.total()
+
+    def kept_epochs(self) -> list[tuple[str, int]]:
+        """Rollout and epoch of what was consumed and kept, sorted."""
+        return sorted((rollout_id, epoch) for rollout_id, epochs in self._kept.items() for epoch in epochs)
+
     def needs(self, frame: Frame, event: Event, location: Location) -> bool:
         """Whether the record must be copied before its segment can be deleted."""
         if isinstance(event, Retired):

@@ -15,17 +15,15 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from gym_capture.records import RecordProblem
 from gym_capture.rollout_state import Event, ProblemFound, Retired
 from gym_capture.stores.frames import Damage, RecordType
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.log_records import draft_of, event_of
-from gym_capture.stores.replay import Segment, read_segments
+from gym_capture.stores.reading import CORRUPT_LOG
+from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Location, SegmentWriter
-
-CORRUPT_LOG: Final = "corrupt_log"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,48 +50,92 @@ class Recovery:
     """Rollouts that damage masks, as far as that was not known from an earlier opening."""
 
 
-def recover(directory: Path, index: LogIndex, writer: SegmentWriter) -> Recovery:
-    """Fills `index` from the directory and repairs the log. Raises `OSError` if the disk does not let it."""
-    records = torn_bytes = 0
-    damaged: list[DamagedRange] = []
-    facts: list[tuple[int, Damage]] = []
-    floors: dict[int, int | None] = {}
+@dataclass(frozen=True, slots=True)
+class SegmentSummary:
+    """One segment file."""
+
+    number: int
+    path: Path
+    size: int
+    end: int
+    """Where its acknowledged part ends; smaller than `size` only in the last segment after a crash."""
+    records: int
+    has_header: bool
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether a crash left something at its end, or left it before it had its header."""
+        return self.end < self.size or self.end == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """A log directory as it was read. Nothing was changed in it."""
+
+    index: LogIndex
+    segments: tuple[SegmentSummary, ...]
+    damaged: tuple[DamagedRange, ...]
+    masking: tuple[tuple[str, Event], ...]
+    """Facts that the damage adds to rollouts, those from earlier openings aside. Not in the index yet."""
+
+
+def replay(directory: Path) -> Replayed:
+    """Reads a log directory. Raises `OSError` if that fails, `CorruptLogError` if a newer version wrote it."""
+    index = LogIndex()
+    summaries: list[SegmentSummary] = []
+    damages: list[tuple[int, Damage]] = []
+    floors: dict[int, int] = {}
     for segment in read_segments(directory):
-        if segment.torn_at is not None:
-            torn_bytes += segment.size - segment.torn_at
-            _cut(segment)
-            if segment.header is None:
-                continue
-        records += len(segment.frames)
-        floors[segment.number] = None if segment.header is None else segment.header.epoch_floor
-        index.open_segment(segment.number, segment.end, floors[segment.number] or 0)
+        if segment.header is not None:
+            floors[segment.number] = segment.header.epoch_floor
+        if segment.end > 0:
+            index.open_segment(segment.number, segment.end, floors.get(segment.number, 0))
         for frame in segment.frames:
             index.add(frame.rollout_id, event_of(frame), Location(segment.number, frame.offset, frame.size))
-        for damage in segment.damage:
+        if segment.damage:
             index.damaged.add(segment.number)
-            facts.append((segment.number, damage))
-            damaged.append(DamagedRange(segment.number, damage.start, damage.end, damage.rollout_id))
-
-    masked: set[str] = set()
-    for rollout_id, event in _masking(facts, floors, index):
-        if index.book.knows(rollout_id, event):
-            continue
-        draft = draft_of(rollout_id, event, b"")
-        (location,) = writer.append([draft], epoch_floor=index.epoch_floor())
-        index.add(rollout_id, event, location)
-        masked.add(rollout_id)
-    return Recovery(
-        segments=len(floors),
-        records=records,
-        torn_bytes=torn_bytes,
-        damaged=tuple(damaged),
-        masked_rollouts=tuple(sorted(masked)),
+            damages += [(segment.number, damage) for damage in segment.damage]
+        summaries.append(
+            SegmentSummary(
+                segment.number,
+                segment.path,
+                segment.size,
+                segment.end,
+                len(segment.frames),
+                segment.header is not None,
+            )
+        )
+    masking = [fact for fact in _masking(damages, floors, index) if not index.book.knows(*fact)]
+    return Replayed(
+        index,
+        tuple(summaries),
+        tuple(DamagedRange(number, damage.start, damage.end, damage.rollout_id) for number, damage in damages),
+        tuple(dict.fromkeys(masking)),
     )
 
 
-def _cut(segment: Segment) -> None:
+def recover(directory: Path, writer: SegmentWriter) -> tuple[LogIndex, Recovery]:
+    """Reads a log directory and repairs it. Raises as `replay`."""
+    found = replay(directory)
+    index = found.index
+    for segment in found.segments:
+        if segment.is_torn:
+            _cut(segment)
+    for rollout_id, event in found.masking:
+        (location,) = writer.append([draft_of(rollout_id, event, b"")], epoch_floor=index.epoch_floor())
+        index.add(rollout_id, event, location)
+    return index, Recovery(
+        segments=len(index.sizes),
+        records=sum(segment.records for segment in found.segments),
+        torn_bytes=sum(segment.size - segment.end for segment in found.segments),
+        damaged=found.damaged,
+        masked_rollouts=tuple(sorted({rollout_id for rollout_id, _ in found.masking})),
+    )
+
+
+def _cut(segment: SegmentSummary) -> None:
     """Removes a batch that was never acknowledged, or a segment that never got its header."""
-    if segment.header is None:
+    if not segment.has_header:
         segment.path.unlink()
         return
     fd = os.open(segment.path, os.O_WRONLY | os.O_CLOEXEC)
@@ -104,11 +146,9 @@ def _cut(segment: Segment) -> None:
         os.close(fd)
 
 
-def _masking(
-    facts: list[tuple[int, Damage]], floors: dict[int, int | None], index: LogIndex
-) -> Iterator[tuple[str, Event]]:
+def _masking(damages: list[tuple[int, Damage]], floors: dict[int, int], index: LogIndex) -> Iterator[tuple[str, Event]]:
     """The events that say in the log what the damage may have cost."""
-    for number, damage in facts:
+    for number, damage in damages:
         problem = RecordProblem(
             reason=CORRUPT_LOG,
             call_id=damage.call_id or None,
@@ -122,7 +162,7 @@ def _masking(
             else:
                 yield damage.rollout_id, ProblemFound(damage.epoch, problem)
             continue
-        later = [floor for other, floor in floors.items() if other > number and floor is not None]
+        later = [floor for other, floor in floors.items() if other > number]
         ceiling = min(later, default=index.epoch_floor())
         for rollout_id in index.book.live_ids():
             state = index.book.live(rollout_id)

@@ -4,7 +4,7 @@ import asyncio
 import shutil
 import tempfile
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -55,8 +55,8 @@ class Log:
     """A log directory, and what it held when its store was closed."""
 
     directory: Path
-    rollouts: dict[str, tuple[str, list[bytes]]]
-    frames: tuple[Frame, ...]
+    rollouts: dict[str, tuple[str, list[bytes]]] = field(repr=False)
+    frames: tuple[Frame, ...] = field(repr=False)
 
 
 async def _snapshots(directory: Path) -> tuple[LogStore, dict[str, Snapshot]]:

@@ -1,0 +1,57 @@
+"""Rollouts read back from the segments in which their records stand.
+
+Invariant: a record that cannot be read any more becomes a problem of its rollout's snapshot; it neither fails the
+reading of the others nor goes missing in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from gym_capture.codec import join_snapshot
+from gym_capture.errors import CorruptLogError
+from gym_capture.records import RecordProblem, Snapshot
+from gym_capture.rollout_state import FrozenFacts
+from gym_capture.stores.frames import Frame, read_frame
+from gym_capture.stores.segments import Location, SegmentReader
+
+CORRUPT_LOG: Final = "corrupt_log"
+
+
+def read_snapshot(
+    reader: SegmentReader, rollout_id: str, facts: FrozenFacts, entries: list[tuple[str, Location]]
+) -> bytes:
+    """The snapshot, encoded. A record that has become unreadable is a problem of it."""
+    problems = list(facts.problems)
+    encoded: list[bytes] = []
+    for call_id, location in entries:
+        frame = read_record(reader, location)
+        if frame is not None:
+            encoded.append(frame.payload)
+            continue
+        problems.append(
+            RecordProblem(
+                reason=CORRUPT_LOG,
+                call_id=call_id,
+                field=None,
+                detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
+            )
+        )
+    snapshot = Snapshot(
+        rollout_id=rollout_id,
+        snapshot_id=facts.snapshot_id,
+        version=facts.version,
+        entries=(),
+        incomplete=facts.incomplete,
+        problems=tuple(problems),
+    )
+    return join_snapshot(snapshot, encoded)
+
+
+def read_record(reader: SegmentReader, location: Location) -> Frame | None:
+    """The record that stands there; None if it cannot be read."""
+    try:
+        found = read_frame(*reader.read(location))
+    except CorruptLogError:
+        return None
+    return found if isinstance(found, Frame) else None
