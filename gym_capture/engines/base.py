@@ -8,7 +8,7 @@ An engine also parses its own model's output (`OutputParser`), since the format 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,7 +67,7 @@ class OutputParser(Protocol):
 class Generation:
     """One generation under way: iterate `chunks` to the end, or `aclose()` it to abort."""
 
-    chunks: AsyncIterator[GenerationChunk]
+    chunks: AsyncGenerator[GenerationChunk]
     parser: OutputParser
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling parameters in force, for the record."""

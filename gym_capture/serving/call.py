@@ -199,7 +199,9 @@ class CallService:
 
 
 class CallInFlight:
-    """One call between its first and its last token. Exactly one of `complete` and `fail` ends it."""
+    """One call between its first and its last token. `complete` or `fail` ends it: what begins to commit first counts,
+    so a client that goes away while the record of its whole reply is being written leaves that record, and no other.
+    """
 
     def __init__(
         self,
@@ -225,6 +227,7 @@ class CallInFlight:
         self._clock = clock
         self._chunks: list[GenerationChunk] = []
         self._turn = TurnBuilder()
+        self._committing: asyncio.Task[None] | None = None
 
     async def events(self) -> AsyncIterator[tuple[Sequence[ReplyEvent], tuple[TokenLogProb, ...] | None]]:
         """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
@@ -263,6 +266,7 @@ class CallInFlight:
 
     async def fail(self) -> None:
         """Ends a call that was cut off: by its client, or by the engine. What was generated is recorded as aborted."""
+        await self._generation.chunks.aclose()
         if self._tracked is None or self._state is None:
             return
         if self._chunks:
@@ -276,11 +280,17 @@ class CallInFlight:
     async def _commit(self, finish_reason: str, turn: AssistantTurn) -> None:
         if self._tracked is None or self._state is None:
             return
+        if self._committing is None:
+            # A task of its own: cancelling whoever waits for it must not leave a record half written.
+            self._committing = asyncio.ensure_future(self._put(finish_reason, turn, self._tracked, self._state))
+        await asyncio.shield(self._committing)
+
+    async def _put(self, finish_reason: str, turn: AssistantTurn, tracked: Tracked, state: CallState) -> None:
         try:
-            await self._state.put(self._entry(finish_reason, turn, self._tracked), epoch=self._tracked.epoch)
+            await state.put(self._entry(finish_reason, turn, tracked), epoch=tracked.epoch)
         except (RecordError, StoreError) as error:
             # Best effort, by design: the reply is served, the rollout is masked.
-            await self._capture_failed(error, self._tracked)
+            await self._capture_failed(error, tracked)
 
     async def _capture_failed(self, error: GymCaptureError, tracked: Tracked) -> None:
         logger.error("capture failed: %s (rollout %s, call %s)", error.message, tracked.rollout_id, self.call_id)

@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from typing import Final
 
 from fastapi import FastAPI, Request, Response
@@ -30,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _CHAT: Final = ChatDialect()
 _JSON: Final = "application/json"
+_GONE: Final = 499
 
 
 def build_gateway(service: CallService, *, model_name: str, max_model_len: int, stream_interval_s: float) -> FastAPI:
@@ -91,36 +92,28 @@ class _Edge:
             call = await self._service.begin(request, rollout_id=rollout_id, body=body)
             identity = ReplyIdentity(call_id=call.call_id, model=request.requested_model, created=int(time.time()))
             if request.stream:
-                return await self._streamed(call, dialect, identity)
+                return await self._streamed(http, call, dialect, identity)
             return await self._whole(http, call, dialect, identity)
         except Exception as error:  # noqa: BLE001 - the boundary that classifies
             return _error_response(dialect, classify(error))
 
     async def _whole(self, http: Request, call: CallInFlight, dialect: Dialect, identity: ReplyIdentity) -> Response:
         async def generate() -> bytes:
-            async for _ in call.events():
-                pass
-            return dialect.reply(identity, await call.complete())
+            ended = False
+            try:
+                async for _ in call.events():
+                    pass
+                reply = await call.complete()
+                ended = True
+            finally:
+                if not ended:
+                    await asyncio.shield(call.fail())
+            return dialect.reply(identity, reply)
 
-        generating = asyncio.ensure_future(generate())
-        gone = asyncio.ensure_future(_disconnected(http))
-        try:
-            await asyncio.wait((generating, gone), return_when=asyncio.FIRST_COMPLETED)
-            if generating.done():
-                return Response(generating.result(), media_type=_JSON)
-        except Exception:
-            await call.fail()
-            raise
-        finally:
-            gone.cancel()
-            if not generating.done():
-                generating.cancel()
-                with contextlib.suppress(asyncio.CancelledError):
-                    await generating
-                await asyncio.shield(call.fail())
-        return Response(status_code=499)
+        body = await _unless_gone(http, generate())
+        return Response(status_code=_GONE) if body is None else Response(body, media_type=_JSON)
 
-    async def _streamed(self, call: CallInFlight, dialect: Dialect, identity: ReplyIdentity) -> Response:
+    async def _streamed(self, http: Request, call: CallInFlight, dialect: Dialect, identity: ReplyIdentity) -> Response:
         """The response, once the first text is there: what fails before it still gets its own status."""
         encoder = dialect.stream(call.request, identity)
 
@@ -145,7 +138,9 @@ class _Edge:
                     await asyncio.shield(call.fail())
 
         stream = frames()
-        first = await anext(stream)
+        first = await _unless_gone(http, anext(stream))
+        if first is None:
+            return Response(status_code=_GONE)
 
         async def from_first() -> AsyncGenerator[bytes]:
             try:
@@ -160,6 +155,21 @@ class _Edge:
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
+
+
+async def _unless_gone(http: Request, work: Awaitable[bytes]) -> bytes | None:
+    """What `work` gives; None if the client went away first, and then `work` has been cancelled and has ended."""
+    working = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_disconnected(http))
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        gone.cancel()
+        if not working.done():
+            working.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await working
 
 
 async def _disconnected(http: Request) -> None:
