@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.rollout_state import Decision, Event, Retired
-from gym_capture.stores.frames import SEGMENT_HEADER_BYTES, Frame
+from gym_capture.rollout_state import Decision
+from gym_capture.stores.frames import SEGMENT_HEADER_BYTES, Frame, RecordType
 from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.log_records import event_of
@@ -108,13 +108,12 @@ class Compactor:
         chunk: list[Write] = []
         chunk_bytes = 0
         for frame in segment.frames:
-            event = event_of(frame)
             location = Location(segment.number, frame.offset, frame.size)
-            if is_oldest and isinstance(event, Retired):
-                self._index.sweep(frame.rollout_id, event, location, before=swept_before)
-            if not self._index.needs(frame, event, location):
+            if is_oldest and frame.type is RecordType.RETIRED:
+                self._index.sweep(frame, location, before=swept_before)
+            if not self._index.needs(frame, location):
                 continue
-            decide = partial(self._decide, frame, event, location)
+            decide = partial(self._decide, frame, location)
             chunk.append(Write(frame.rollout_id, f"\0copy {location}", decide, frame.payload))
             chunk_bytes += frame.size
             if chunk_bytes >= _CHUNK_BYTES:
@@ -122,6 +121,6 @@ class Compactor:
                 chunk, chunk_bytes = [], 0
         await self._commits.write(chunk)
 
-    def _decide(self, frame: Frame, event: Event, location: Location) -> Decision:
+    def _decide(self, frame: Frame, location: Location) -> Decision:
         """Asked when the batch is formed: a rollout that was retired since must not be copied behind its tombstone."""
-        return Decision(event if self._index.needs(frame, event, location) else None)
+        return Decision(event_of(frame) if self._index.needs(frame, location) else None)

@@ -16,6 +16,7 @@ from gym_capture.rollout_state import Committed, Event, Retired
 from gym_capture.stores.book import RolloutBook
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.group_commit import Write
+from gym_capture.stores.log_records import event_of
 from gym_capture.stores.segments import Location
 
 
@@ -86,12 +87,12 @@ class LogIndex:
         for rollout in self._rollouts.values():
             rollout.bytes_in.pop(number, None)
 
-    def sweep(self, rollout_id: str, event: Retired, location: Location, *, before: float) -> None:
+    def sweep(self, frame: Frame, location: Location, *, before: float) -> None:
         """Forgets a tombstone that stands in the oldest segment, if it has served its time."""
-        is_current = self._tombstones.get(rollout_id) == (event, location)
-        if is_current and event.retired_at < before and not event.keeps_records:
-            self.book.sweep(rollout_id)
-            self._drop_tombstone(rollout_id)
+        event, current = self._tombstones.get(frame.rollout_id, (None, None))
+        if event is not None and current == location and event.retired_at < before and not event.keeps_records:
+            self.book.sweep(frame.rollout_id)
+            self._drop_tombstone(frame.rollout_id)
 
     def _add_tombstone(self, rollout_id: str, event: Retired, location: Location) -> None:
         if self.book.tombstone(rollout_id) == event:
@@ -127,10 +128,11 @@ class LogIndex:
         """Rollout and epoch of what was consumed and kept, sorted."""
         return sorted((rollout_id, epoch) for rollout_id, epochs in self._kept.items() for epoch in epochs)
 
-    def needs(self, frame: Frame, event: Event, location: Location) -> bool:
-        """Whether the record must be copied before its segment can be deleted."""
-        if isinstance(event, Retired):
-            return event.keeps_records or self._tombstones.get(frame.rollout_id) == (event, location)
+    def needs(self, frame: Frame, location: Location) -> bool:
+        """Whether the record that stands there must be copied before its segment can be deleted."""
+        if frame.type is RecordType.RETIRED:
+            _, current = self._tombstones.get(frame.rollout_id, (None, None))
+            return current == location or _retired(frame).keeps_records
         if frame.epoch in self._kept.get(frame.rollout_id, ()):
             return True
         rollout = self._rollouts.get(frame.rollout_id)
@@ -140,3 +142,10 @@ class LogIndex:
 
     def live_bytes(self, number: int) -> int:
         return self._live_bytes[number]
+
+
+def _retired(frame: Frame) -> Retired:
+    event = event_of(frame)
+    if not isinstance(event, Retired):
+        raise TypeError(f"a {frame.type.name} record retires nothing")
+    return event
