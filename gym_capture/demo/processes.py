@@ -67,6 +67,7 @@ class Household:
         self._grace_s = grace_s
         self._linger_s = linger_s
         self._children: list[Child] = []
+        self._here_before: frozenset[psutil.Process] = frozenset()
         self.leftovers: tuple[str, ...] = ()
         """After the end: the processes that had to be killed because they outlived whoever started them."""
 
@@ -76,6 +77,7 @@ class Household:
         return child
 
     def __enter__(self) -> Self:
+        self._here_before = frozenset(psutil.Process().children())
         _adopt_orphans(True)
         return self
 
@@ -86,7 +88,7 @@ class Household:
             for child in reversed(self._children):
                 if child.ended() is None:
                     child.stop()
-            self.leftovers = _end_descendants(self._linger_s)
+            self.leftovers = _end_descendants(self._linger_s, spare=self._here_before)
             _adopt_orphans(False)
 
 
@@ -114,10 +116,9 @@ def _adopt_orphans(adopt: bool) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def _end_descendants(linger_s: float) -> tuple[str, ...]:
-    """Waits for every descendant to end and kills those that do not. Returns the names of the killed ones."""
-    processes = psutil.Process().children(recursive=True)
-    _, alive = psutil.wait_procs(processes, timeout=linger_s)
+def _end_descendants(linger_s: float, *, spare: frozenset[psutil.Process]) -> tuple[str, ...]:
+    """Waits for descendants to end and kills those that do not. Returns the names of the killed ones."""
+    _, alive = psutil.wait_procs(_descendants(spare), timeout=linger_s)
     names = []
     while alive:
         for process in alive:
@@ -125,8 +126,19 @@ def _end_descendants(linger_s: float) -> tuple[str, ...]:
                 names.append(process.name())
                 process.kill()
         psutil.wait_procs(alive, timeout=_KILL_S)
-        alive = psutil.Process().children(recursive=True)
+        alive = _descendants(spare)
     return tuple(names)
+
+
+def _descendants(spare: frozenset[psutil.Process]) -> list[psutil.Process]:
+    """All of them, without children that were there before and what is below those."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        if child not in spare:
+            found.append(child)
+            with suppress(psutil.NoSuchProcess):
+                found += child.children(recursive=True)
+    return found
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:

@@ -23,10 +23,16 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
 }
 
 
-def private_cluster_env(*, metrics_port: int, stats_port: int) -> dict[str, str]:
-    """`CLUSTER_ENV` for a cluster beside others on one machine: HAProxy's own ports must not collide."""
+def private_cluster_env(*, metrics_port: int, stats_port: int, replica_ports: tuple[int, int]) -> dict[str, str]:
+    """`CLUSTER_ENV` for a cluster beside others on one machine: no port of its own may be one of theirs.
+
+    `replica_ports`: the first and the last port that a replica may take. HAProxy may send requests to a port before
+    the replica has it; by default all clusters share one range, and another cluster's replica would answer.
+    """
     return {
         **CLUSTER_ENV,
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_ports[1]),
     }

@@ -1,0 +1,140 @@
+"""A Ray cluster of the demo's own, and the graph served on it by `serve run`.
+
+Invariant: nothing is shared with whatever else runs on the machine - free ports, a Ray session folder of its own, an
+address that is handed on explicitly - and what a user would run is what runs: `serve run` with a config file, which
+is the given one with another port, model folder and records directory.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import httpx
+import ray
+import yaml
+from ray import serve
+
+from gym_capture.commands.check_configs import APP_IMPORT_PATH
+from gym_capture.demo.processes import Child, Household, free_port
+from gym_capture.errors import ConfigError, EngineError
+from gym_capture.serving.cluster_env import private_cluster_env
+
+_READY_WITHIN_S: Final = 300.0
+_POLL_S: Final = 0.5
+_SHOWN_LINES: Final = 6
+_REPLICA_PORTS: Final = 100
+_OBJECT_STORE_BYTES: Final = 256 * 2**20
+
+
+@contextmanager
+def private_ray(*, cpus: int, namespace: str) -> Iterator[str]:
+    """A Ray cluster that ends with the block; this process is its driver. Yields its address.
+
+    `cpus` are logical: they say what may run beside what, not how fast.
+    """
+    # Ray puts sockets below this folder, and a socket's path may have 107 characters.
+    session = tempfile.mkdtemp(prefix="gym-capture-ray-")
+    on_terminate = signal.getsignal(signal.SIGTERM)
+    # The cluster's processes inherit it. Errors of its C++ parts stand in their logs; here they would only be noise.
+    first = free_port()
+    ports = private_cluster_env(
+        metrics_port=free_port(), stats_port=free_port(), replica_ports=(first, first + _REPLICA_PORTS)
+    )
+    os.environ.update(ports)
+    os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        namespace=namespace,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=_OBJECT_STORE_BYTES,
+        _temp_dir=session,
+    )
+    signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own there
+    try:
+        yield str(ray.get_runtime_context().gcs_address)
+    finally:
+        ray.shutdown()
+        shutil.rmtree(session, ignore_errors=True)
+
+
+def graph_config(base: Mapping[str, Any], *, port: int, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The Serve config `base` on another port, with some of the graph's arguments replaced.
+
+    Raises `ConfigError` unless it deploys exactly this project's graph.
+    """
+    config = copy.deepcopy(dict(base))
+    applications = config.get("applications")
+    if not isinstance(applications, list) or [app.get("import_path") for app in applications] != [APP_IMPORT_PATH]:
+        raise ConfigError(f"the demo needs a Serve config with one application, of import_path {APP_IMPORT_PATH}")
+    config["http_options"] = {**config.get("http_options", {}), "host": "127.0.0.1", "port": port}
+    (application,) = applications
+    application["args"] = {**application.get("args", {}), **args}
+    return config
+
+
+@contextmanager
+def served_graph(
+    household: Household,
+    *,
+    base: Mapping[str, Any],
+    args: Mapping[str, Any],
+    address: str,
+    directory: Path,
+    on_wait: Callable[[str], None],
+) -> Iterator[str]:
+    """Serves the graph for the length of the block. Yields its URL once it is ready.
+
+    Raises `ConfigError` or `EngineError` with the end of the log if it does not become ready.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    port = free_port()
+    config = directory / "serve.yaml"
+    config.write_text(yaml.safe_dump(graph_config(base, port=port, args=args), sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", address, str(config)]
+    child = household.start(command, log=directory / "serve.log")
+    try:
+        _wait_ready(child, f"http://127.0.0.1:{port}", on_wait)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.stop()
+
+
+def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
+    deadline = time.monotonic() + _READY_WITHIN_S
+    # Nothing between here and 127.0.0.1 is a proxy's business.
+    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as client:
+        while time.monotonic() < deadline:
+            if child.ended() is not None:
+                raise ConfigError(f"serve run ended; the end of {child.log}:\n{child.log_tail()}")
+            try:
+                if client.get("/healthz").status_code == 200:
+                    return
+            except httpx.HTTPError:
+                pass  # not there yet: what Serve says of it tells waiting from failing
+            on_wait(_deployment_state(child))
+            time.sleep(_POLL_S)
+    raise EngineError(f"not ready after {_READY_WITHIN_S:g} s; the end of {child.log}:\n{child.log_tail()}")
+
+
+def _deployment_state(child: Child) -> str:
+    """What Serve says of the application. Raises `ConfigError` once it has given up."""
+    for name, application in serve.status().applications.items():
+        if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            why = [deployment.message for deployment in application.deployments.values()] or [application.message]
+            ends = ["\n".join(message.strip().splitlines()[-_SHOWN_LINES:]) for message in why]
+            raise ConfigError(f"{name} failed to deploy, all of it in {child.log}:\n" + "\n".join(ends))
+        return str(application.status.value).lower()
+    return "starting Serve"

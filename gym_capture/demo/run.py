@@ -1,0 +1,182 @@
+"""The main job, twice: with prefix supply, and with every conversation rendered again.
+
+Invariant: both runs differ in one argument of the graph and in nothing else - same model, tasks, agent, sampling - so
+what differs in their figures is what prefix supply does.
+
+Flow, for each: `serve run` -> a rollout job over HTTP -> a Ray Data job freezes the rollouts and writes Parquet ->
+serving ends -> one GRPO step reads the Parquet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from gym_capture.data.job import JobOptions as BuildJobOptions
+from gym_capture.data.job import SourceSpec, write_trajectories
+from gym_capture.data.report import BuildReport
+from gym_capture.data.requests import read_requests
+from gym_capture.demo.graph import private_ray, served_graph
+from gym_capture.demo.processes import Household
+from gym_capture.demo.progress import Phase, Phases
+from gym_capture.demo.report import Mode, mean_and_std, read_built
+from gym_capture.demo.training import train
+from gym_capture.rollouts.environment import Register
+from gym_capture.rollouts.harness import ToolLoopOptions
+from gym_capture.rollouts.job import JobOptions, JobSummary
+from gym_capture.rollouts.ledger import ROWS_FILE, RolloutRow
+from gym_capture.rollouts.tool_agent import run_tool_agent
+from gym_capture.serving.state import connect
+
+_CPUS: Final = 8
+_NAMESPACE: Final = "gym-capture-demo"
+_INCOMPLETE: Final = ("incomplete", "unreadable")
+"""Names of mask reasons that say: not everything of a rollout was captured."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoOptions:
+    """What the demo runs."""
+
+    model: Path
+    """A model folder."""
+    config: Mapping[str, Any]
+    """The Serve config to serve it with."""
+    directory: Path
+    """Where everything goes: configs, logs, records, rows, Parquet."""
+    loop: ToolLoopOptions
+    tasks: int = 4
+    samples: int = 4
+    concurrency: int = 8
+    seed: int = 0
+
+
+def run_demo(options: DemoOptions, *, household: Household, phases: Phases) -> tuple[Mode, Mode]:
+    """The figures with prefix supply and without."""
+    return (
+        _on_a_cluster(options, household, phases, prefix_supply=True),
+        _on_a_cluster(options, household, phases, prefix_supply=False),
+    )
+
+
+def _on_a_cluster(options: DemoOptions, household: Household, phases: Phases, *, prefix_supply: bool) -> Mode:
+    """Each run has a cluster of its own: Serve's client in this process outlives the controller it knows."""
+    with private_ray(cpus=_CPUS, namespace=_NAMESPACE) as address:
+        # The phases say what goes on; Ray Data would say it a second time.
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        return _Run(options, address, household, phases, prefix_supply=prefix_supply).run()
+
+
+class _Run:
+    """One of the two."""
+
+    def __init__(
+        self, options: DemoOptions, address: str, household: Household, phases: Phases, *, prefix_supply: bool
+    ) -> None:
+        self._options = options
+        self._address = address
+        self._household = household
+        self._phases = phases
+        self._prefix_supply = prefix_supply
+        self._name = "prefix supply" if prefix_supply else "rendered again"
+        self._seconds: dict[str, float] = {}
+        self._directory = options.directory / ("supplied" if prefix_supply else "rendered")
+
+    def run(self) -> Mode:
+        with ExitStack() as serving:
+            with self._phase("serve") as starting:
+                graph = served_graph(
+                    self._household,
+                    base=self._options.config,
+                    args=self._graph_args(),
+                    address=self._address,
+                    directory=self._directory,
+                    on_wait=starting.note,
+                )
+                url = serving.enter_context(graph)
+            with self._phase("rollouts") as playing:
+                summary = self._roll_out(url, playing)
+            with self._phase("build") as building:
+                report = self._build(building, total=len(summary.rows))
+        with self._phase("GRPO step") as stepping:
+            training = train(self._trajectories, model=self._options.model, on_note=stepping.note)
+        built = read_built(self._trajectories)
+        finished = [row for row in summary.rows if row.status == "finished"]
+        mean_reward, reward_std = mean_and_std([row.reward for row in finished])
+        return Mode(
+            prefix_supply=self._prefix_supply,
+            rollouts=built.rollouts,
+            failed_rollouts=summary.failed,
+            calls=built.calls,
+            expected_links=sum(row.n_calls - 1 for row in finished),
+            eligible_links=built.eligible_links,
+            contiguous_links=built.contiguous_links,
+            masked_rollouts=built.masked_rollouts,
+            incomplete_rollouts=len(report.missing) + sum(report.mask_reasons.get(name, 0) for name in _INCOMPLETE),
+            generated_tokens_captured=built.captured,
+            generated_tokens_delivered=built.delivered,
+            mean_reward=mean_reward,
+            reward_std=reward_std,
+            training=training,
+            seconds=dict(self._seconds),
+        )
+
+    @property
+    def _trajectories(self) -> Path:
+        return self._directory / "trajectories"
+
+    @contextmanager
+    def _phase(self, name: str) -> Iterator[Phase]:
+        with self._phases.phase(f"{self._name}: {name}") as phase:
+            yield phase
+        self._seconds[name] = phase.seconds
+
+    def _graph_args(self) -> dict[str, Any]:
+        args = self._options.config["applications"][0].get("args", {})
+        state = {
+            **args.get("state", {}),
+            "namespace": _NAMESPACE,
+            "directory": str(self._options.directory / "records"),
+        }
+        return {"model": str(self._options.model), "prefix_supply": self._prefix_supply, "state": state}
+
+    def _roll_out(self, url: str, phase: Phase) -> JobSummary:
+        options = self._options
+        total = options.tasks * options.samples
+        done: list[RolloutRow] = []
+
+        def on_row(row: RolloutRow) -> None:
+            done.append(row)
+            phase.count(len(done), total)
+            phase.note(f"{len(done)}/{total}, mean reward {sum(row.reward for row in done) / len(done):.2f}")
+
+        phase.count(0, total)
+        return asyncio.run(
+            run_tool_agent(
+                url=url,
+                tasks=Register.tasks(options.tasks, seed=options.seed),
+                make_environment=Register,
+                job=JobOptions(
+                    job_id=f"demo-{self._directory.name}", samples=options.samples, concurrency=options.concurrency
+                ),
+                loop=options.loop,
+                clear=connect(namespace=_NAMESPACE).clear,
+                directory=self._directory,
+                on_row=on_row,
+            )
+        )
+
+    def _build(self, phase: Phase, *, total: int) -> BuildReport:
+        return write_trajectories(
+            read_requests(self._directory / ROWS_FILE).table,
+            source=SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": _NAMESPACE}),
+            out=self._trajectories,
+            # Two parts, so that two workers share them.
+            options=BuildJobOptions(rollouts_per_part=max(1, total // 2), workers=2),
+            on_progress=lambda done: phase.count(done, total),
+        )
