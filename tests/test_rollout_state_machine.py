@@ -20,7 +20,13 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from gym_capture.codec import encode_entry
 from gym_capture.conformance import Store, sample_entry, sample_intent
-from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError
+from gym_capture.errors import (
+    ConflictingCallError,
+    RetiredRolloutError,
+    StaleSnapshotError,
+    StoreError,
+    StoreUnavailableError,
+)
 from gym_capture.records import RecordProblem, Snapshot, TokenEntry
 from gym_capture.rollout_state import (
     Abandoned,
@@ -34,12 +40,15 @@ from gym_capture.rollout_state import (
 )
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
+from gym_capture.stores.segments import Disk
+from tests.stores.disks import FullDisk
 
 T = TypeVar("T")
 
 ROLLOUTS = st.sampled_from(["a", "b", "c"])
 CALLS = st.sampled_from(["c1", "c2", "c3", "c4"])
 VARIANTS = st.integers(0, 1)
+ENDLESS = 1 << 60
 
 
 @dataclass
@@ -223,18 +232,34 @@ class LogMachine(StoreMachine):
         return await LogStore.open(
             self.directory,
             segment_bytes=self.segment_bytes,
+            disk=Disk(write=self.disk),
             tombstone_ttl_s=-1.0 if self.forgets_tombstones else 1e9,
         )
 
     def __init__(self) -> None:
         self.directory = Path(tempfile.mkdtemp())
         self.segment_bytes = 1 << 20
+        self.disk = FullDisk(ENDLESS)
         super().__init__()
 
     @rule()
     def restart(self) -> None:
         self.run(self.store.close())
         self.store = self.run(self.opened())
+
+    @rule(writer=StoreMachine.writers, call_id=CALLS, room_bytes=st.integers(0, 100))
+    def commit_on_a_full_disk(self, writer: Writer, call_id: str, room_bytes: int) -> None:
+        """Nothing comes of it, and the log goes on when there is space again."""
+        attempt = self.attempt(writer.rollout_id)
+        expected: type[StoreError] = StoreUnavailableError
+        if self.is_late(writer):
+            expected = RetiredRolloutError
+        elif call_id in attempt.conflicts:
+            expected = ConflictingCallError
+        self.disk.room_bytes = room_bytes
+        with pytest.raises(expected):
+            self.run(self.store.put(sample_entry(writer.rollout_id, call_id, generation=(8,)), epoch=writer.epoch))
+        self.disk.room_bytes = ENDLESS
 
     def teardown(self) -> None:
         super().teardown()

@@ -187,6 +187,8 @@ class SegmentWriter:
                 segment_path(self._directory, self._number).unlink()
             else:
                 self._disk.truncate(self._fd, self._size)
+                if self._fsync:
+                    self._disk.sync(self._fd)
         except OSError:
             self._is_broken = True
         self.close()
