@@ -109,6 +109,7 @@ def served_graph(
         _wait_ready(child, f"http://127.0.0.1:{port}", on_wait)
         yield f"http://127.0.0.1:{port}"
     finally:
+        serve.shutdown()  # from here, so that Serve's client in this process forgets the controller too
         child.stop()
 
 

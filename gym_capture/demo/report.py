@@ -7,6 +7,7 @@ report - and every promise of the demo is a check with the figure that decides i
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -25,9 +26,14 @@ class Training:
     """Of one GRPO step."""
 
     loss: float
-    mean_abs_log_prob_difference: float
-    """Mean over delivered generated tokens of |trainer's log probability - the recorded one|."""
+    grad_norm: float
     trained_tokens: int
+    free_tokens: int
+    """Of these, tokens that were not sampled under a grammar, as forced tool calls are."""
+    mean_abs_log_prob_difference: float
+    """Mean over the free tokens of |trainer's log probability - the recorded one|."""
+    mean_importance: float
+    """Mean over all trained tokens of the weight that corrects for sampling from another distribution."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +154,13 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
             Check(
                 f"{name}: sampled and trained log probabilities agree",
                 difference < _LARGEST_DIFFERENCE,
-                f"mean difference {difference:.2g}, limit {_LARGEST_DIFFERENCE:g}",
+                f"mean difference {difference:.2g} over {mode.training.free_tokens} tokens, "
+                f"limit {_LARGEST_DIFFERENCE:g}",
+            ),
+            Check(
+                f"{name}: the step moved the weights",
+                0.0 < mode.training.grad_norm < math.inf,
+                f"gradient norm {mode.training.grad_norm:.2g}",
             ),
         ]
     found.append(Check("nothing is left running", not leftovers, ", ".join(leftovers) or "0 processes"))
@@ -163,10 +175,12 @@ _ROWS: tuple[tuple[str, Callable[[Mode], str]], ...] = (
     ("generated tokens delivered", lambda mode: str(mode.generated_tokens_delivered)),
     ("delivered fraction", lambda mode: f"{mode.delivered_fraction:.3f}"),
     ("masked rollouts", lambda mode: str(mode.masked_rollouts)),
-    ("mean |log prob difference|", lambda mode: f"{mode.training.mean_abs_log_prob_difference:.2g}"),
+    ("trained tokens", lambda mode: str(mode.training.trained_tokens)),
+    ("of these, free of a grammar", lambda mode: str(mode.training.free_tokens)),
+    ("their mean |log prob difference|", lambda mode: f"{mode.training.mean_abs_log_prob_difference:.2g}"),
     ("reward, mean ± std", lambda mode: f"{mode.mean_reward:.3f} ± {mode.reward_std:.3f}"),
     ("GRPO loss", lambda mode: f"{mode.training.loss:.4f}"),
-    ("trained tokens", lambda mode: str(mode.training.trained_tokens)),
+    ("gradient norm", lambda mode: f"{mode.training.grad_norm:.3f}"),
 )
 
 

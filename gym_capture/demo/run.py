@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,8 +103,11 @@ class _Run:
                 summary = self._roll_out(url, playing)
             with self._phase("build") as building:
                 report = self._build(building, total=len(summary.rows))
+                grammar_calls = asyncio.run(_grammar_calls([row.rollout_id for row in summary.rows]))
         with self._phase("GRPO step") as stepping:
-            training = train(self._trajectories, model=self._options.model, on_note=stepping.note)
+            training = train(
+                self._trajectories, model=self._options.model, grammar_calls=grammar_calls, on_note=stepping.note
+            )
         built = read_built(self._trajectories)
         finished = [row for row in summary.rows if row.status == "finished"]
         mean_reward, reward_std = mean_and_std([row.reward for row in finished])
@@ -180,3 +183,15 @@ class _Run:
             options=BuildJobOptions(rollouts_per_part=max(1, total // 2), workers=2),
             on_progress=lambda done: phase.count(done, total),
         )
+
+
+async def _grammar_calls(rollout_ids: Sequence[str]) -> frozenset[str]:
+    """Ids of the calls that were sampled under a grammar."""
+    source = connect(namespace=_NAMESPACE)
+    snapshots = [await source.freeze(rollout_id) for rollout_id in rollout_ids]
+    return frozenset(
+        entry.model_call_id
+        for snapshot in snapshots
+        for entry in snapshot.entries
+        if entry.sampling.get("structured_outputs")
+    )

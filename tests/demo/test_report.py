@@ -14,6 +14,14 @@ from rich.console import Console
 
 from gym_capture.demo.report import Check, Mode, Training, checks, mean_and_std, read_built, table, to_json
 
+TRAINING = Training(
+    loss=0.01,
+    grad_norm=0.5,
+    trained_tokens=1000,
+    free_tokens=400,
+    mean_abs_log_prob_difference=1e-5,
+    mean_importance=0.8,
+)
 SUPPLIED = Mode(
     prefix_supply=True,
     rollouts=16,
@@ -28,7 +36,7 @@ SUPPLIED = Mode(
     generated_tokens_delivered=1000,
     mean_reward=0.3,
     reward_std=0.1,
-    training=Training(loss=0.01, mean_abs_log_prob_difference=1e-5, trained_tokens=1000),
+    training=TRAINING,
     seconds={"serve": 40.0, "rollouts": 50.0},
 )
 RENDERED = dataclasses.replace(
@@ -55,12 +63,16 @@ def test_a_run_that_held_fails_no_check() -> None:
         ({"failed_rollouts": 1}, "prefix supply: every rollout finished"),
         ({"incomplete_rollouts": 1}, "prefix supply: no rollout is incomplete"),
         (
-            {"training": Training(loss=0.0, mean_abs_log_prob_difference=0.1, trained_tokens=1)},
+            {"training": dataclasses.replace(TRAINING, mean_abs_log_prob_difference=0.1)},
             "prefix supply: sampled and trained log probabilities agree",
         ),
         (
-            {"training": Training(loss=0.0, mean_abs_log_prob_difference=float("nan"), trained_tokens=0)},
+            {"training": dataclasses.replace(TRAINING, mean_abs_log_prob_difference=float("nan"))},
             "prefix supply: sampled and trained log probabilities agree",
+        ),
+        (
+            {"training": dataclasses.replace(TRAINING, grad_norm=0.0)},
+            "prefix supply: the step moved the weights",
         ),
     ],
 )
