@@ -119,8 +119,8 @@ class _Edge:
 
         async def frames() -> AsyncGenerator[bytes]:
             ended = False
+            pending = encoder.start()
             try:
-                pending = encoder.start()
                 async for events, log_probs in call.events():
                     yield pending + encoder.events(events, log_probs)
                     pending = b""
@@ -132,6 +132,8 @@ class _Edge:
             except Exception as error:  # noqa: BLE001 - the boundary that classifies
                 ended = True
                 await call.fail()
+                if pending:  # nothing has left yet
+                    raise
                 yield encoder.error(classify(error))
             finally:
                 if not ended:  # the client went away

@@ -1,0 +1,168 @@
+"""A replica without Ray: the real gateway and call service, over an engine and a state that tests hold in hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from gym_capture.engines.scripted import ScriptedEngine, Scripter
+from gym_capture.errors import StoreError
+from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage import LineageIndex
+from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.serving.call import CallService
+from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.state import Begun
+from gym_capture.stores.memory import MemoryStore
+from gym_capture.template import ChatTemplate
+
+
+class LocalState:
+    """What a state actor does, in this process, with a gate before every put and faults on demand."""
+
+    def __init__(self) -> None:
+        self.store = MemoryStore()
+        self._lineage = LineageIndex()
+        self.gate = asyncio.Event()
+        """Puts wait for it."""
+        self.gate.set()
+        self.put_begins = asyncio.Event()
+        self.begin_fails: StoreError | None = None
+        self.put_fails: StoreError | None = None
+        self.mark_fails: StoreError | None = None
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        if self.begin_fails is not None:
+            raise self.begin_fails
+        epoch = await self.store.begin_call(intent)
+        return Begun(epoch, self._lineage.resolve(intent.rollout_id, turn_keys))
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        self.put_begins.set()
+        await self.gate.wait()
+        if self.put_fails is not None:
+            raise self.put_fails
+        await self.store.put(entry.as_delta(), epoch=epoch)
+        assert self._lineage.add(entry) == ()
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self.store.abandon_call(rollout_id, call_id, epoch=epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        if self.mark_fails is not None:
+            raise self.mark_fails
+        await self.store.mark_incomplete(rollout_id, reason, epoch=epoch)
+
+    async def snapshot(self, rollout_id: str = "r1") -> Snapshot:
+        """The rollout with whole prompts, in the order in which its calls were recorded."""
+        frozen = await self.store.freeze(rollout_id)
+        whole: dict[str, TokenEntry] = {}
+        for entry in frozen.entries:
+            parent = whole[entry.parent.call_id].cumulative_ids() if entry.is_delta else None
+            whole[entry.model_call_id] = entry if parent is None else entry.expand(parent)
+        return Snapshot(
+            rollout_id=rollout_id,
+            snapshot_id=frozen.snapshot_id,
+            version=frozen.version,
+            entries=tuple(whole.values()),
+            incomplete=frozen.incomplete,
+            problems=frozen.problems,
+        )
+
+    async def entries(self, rollout_id: str = "r1") -> tuple[TokenEntry, ...]:
+        return (await self.snapshot(rollout_id)).entries
+
+
+class Replica:
+    """A gateway, its engine and its state. Make one inside the event loop that runs it."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        scripter: Scripter,
+        *,
+        capture: bool = True,
+        sampling_pin: Mapping[str, Any] | None = None,
+        prefix_supply: bool = True,
+        max_model_len: int = 4096,
+        stream_interval_s: float = 0.0,
+    ) -> None:
+        self.state = LocalState()
+        self.engine = ScriptedEngine(template, scripter, max_model_len=max_model_len)
+        self.service = CallService(
+            self.engine,
+            state=self.state if capture else None,
+            fingerprinter=Fingerprinter(),
+            prefix_supply=prefix_supply,
+            sampling_pin=sampling_pin or {},
+            session_cache=16,
+            clock=lambda: 1_700_000_000.0,
+        )
+        self.app: FastAPI = build_gateway(
+            self.service, model_name="policy", max_model_len=max_model_len, stream_interval_s=stream_interval_s
+        )
+        transport = httpx.ASGITransport(self.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", trust_env=False)
+
+    async def chat(self, *messages: Mapping[str, Any], rollout_id: str | None = "r1", **fields: Any) -> httpx.Response:
+        return await self.http.post(chat_path(rollout_id), json=chat_body(*messages, **fields))
+
+
+def chat_path(rollout_id: str | None) -> str:
+    return f"{'' if rollout_id is None else f'/ng-rollout/{rollout_id}'}/v1/chat/completions"
+
+
+def chat_body(*messages: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"model": "policy", "messages": messages or [{"role": "user", "content": "hi"}], **fields}
+
+
+@asynccontextmanager
+async def listening(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
+    """The application behind a real HTTP server on a free port of this machine, and a client of it."""
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, lifespan="off", log_level="error"))
+    serving = asyncio.ensure_future(server.serve())
+    while not server.started:
+        assert not serving.done()
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=30) as client:
+            yield client
+    finally:
+        server.should_exit = True
+        await serving
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that must happen; what does not, fails after a minute."""
+    async with asyncio.timeout(60):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
+
+
+async def frames(response: httpx.Response) -> AsyncGenerator[str]:
+    """The data of server-sent events, one at a time, as they come."""
+    async for line in response.aiter_lines():
+        if line:
+            assert line.startswith("data: ")
+            yield line.removeprefix("data: ")
+
+
+def events(response: httpx.Response) -> list[dict[str, Any]]:
+    """The events of a stream that ended with [DONE]."""
+    *datas, done = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    return [json.loads(data) for data in datas]
+
+
+def streamed_text(response: httpx.Response) -> str:
+    return "".join(choice["delta"].get("content") or "" for event in events(response) for choice in event["choices"])

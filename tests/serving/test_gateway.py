@@ -1,0 +1,720 @@
+"""One replica's HTTP side: what clients get, and what is on record by the time they have it.
+
+The gateway and the call service are the real ones, over a scripted engine with a real tokenizer and template, and a
+real store and lineage index.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gym_capture.calls import TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.conversation import Conversation, Message
+from gym_capture.engines.hf_template import HfChatTemplate
+from gym_capture.engines.scripted import EngineCall, Script, Scripter, Step, in_order, saying
+from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
+from gym_capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
+from gym_capture.splice import full_prompt
+from tests.serving.replica import Replica, chat_body, chat_path, events, frames, listening, streamed_text, until
+
+STOP = "<|im_end|>"
+USER = {"role": "user", "content": "hi"}
+PLAIN = Script(steps=[Step(token_ids=[5], log_probs=[-0.25], text="He"), Step(token_ids=[6, 7], log_probs=[-1, -2])])
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+    },
+}
+
+
+def always(script: Script) -> Scripter:
+    return lambda _: script
+
+
+def says(template: HfChatTemplate, *texts: str) -> Scripter:
+    return in_order(saying(template, text, stop_token=STOP) for text in texts)
+
+
+def oddly(template: HfChatTemplate, *pieces: str) -> Script:
+    """The pieces as one reply, in ids that the tokenizer would never choose for it."""
+    ids = np.concatenate([template.encode_plain(piece) for piece in pieces])
+    text = "".join(pieces)
+    assert template.decode(ids) == text
+    assert template.encode_plain(text).tolist() != ids.tolist()
+    return Script(steps=[Step(token_ids=ids.tolist(), text=text), Step(token_ids=template.encode(STOP).tolist())])
+
+
+# --- what is recorded --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("capture_segment", ["", "/training-token-capture"])
+def test_the_record_is_what_the_engine_reported(template: HfChatTemplate, stream: bool, capture_segment: str) -> None:
+    async def run() -> None:
+        script = Script(
+            steps=PLAIN.steps, stop_reason="7", weight_versions=(WeightSpan(0, 1, "a"), WeightSpan(1, 3, "b"))
+        )
+        replica = Replica(template, always(script))
+        path = f"/ng-rollout/r1{capture_segment}/v1/chat/completions"
+        body = chat_body(USER, model="claude-haiku", stream=stream, temperature=0.5, max_tokens=9)
+        response = await replica.http.post(path, json=body)
+        assert response.status_code == 200
+        (call,) = replica.engine.calls
+        (entry,) = await replica.state.entries()
+        assert call.call_id == entry.model_call_id
+        assert call.max_tokens == 9
+        prompt = full_prompt(template, Conversation((Message("user", "hi"),)))
+        np.testing.assert_array_equal(call.prompt_ids, prompt)
+        np.testing.assert_array_equal(entry.prompt_token_ids, prompt)
+        assert entry.generation_token_ids.tolist() == [5, 6, 7]
+        assert entry.generation_log_probs.tolist() == [-0.25, -1.0, -2.0]
+        assert entry.parent == Root()
+        assert (entry.model, entry.requested_model, entry.has_tools) == ("policy", "claude-haiku", False)
+        assert (entry.finish_reason, entry.stop_reason, entry.max_tokens) == ("stop", "7", 9)
+        assert entry.weight_versions == script.weight_versions
+        assert entry.sampling == {"temperature": 0.5, "max_tokens": 9}
+        assert entry.digest == digest_ids(prompt, entry.generation_token_ids)
+        assert entry.output_items[0]["content"][0]["text"] == "He"
+        snapshot = await replica.state.snapshot()
+        assert (snapshot.incomplete, snapshot.problems) == ((), ())
+        if stream:
+            assert streamed_text(response) == "He"
+            assert {event["model"] for event in events(response)} == {"claude-haiku"}
+        else:
+            reply = response.json()
+            assert reply["choices"][0]["message"]["content"] == "He"
+            assert reply["model"] == "claude-haiku"
+            assert reply["usage"]["total_tokens"] == prompt.size + 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_next_turn_starts_with_the_ids_of_the_one_before(template: HfChatTemplate, stream: bool) -> None:
+    async def run() -> None:
+        odd = oddly(template, "H", "el", "lo")
+        replica = Replica(template, in_order([odd, saying(template, "Bye", stop_token=STOP)]))
+        await replica.chat(USER, stream=stream)
+        await replica.chat(USER, {"role": "assistant", "content": "Hello"}, USER, stream=stream)
+        one, two = await replica.state.entries()
+        cumulative = one.cumulative_ids()
+        assert two.parent == Continues(one.model_call_id, cumulative.size)
+        assert (two.prefix_requested, two.prefix_supplied) == (True, True)
+        np.testing.assert_array_equal(replica.engine.calls[1].prompt_ids, two.prompt_token_ids)
+        np.testing.assert_array_equal(two.prompt_token_ids[: cumulative.size], cumulative)
+        assert (one.prefix_requested, one.prefix_supplied) == (False, False)
+
+    asyncio.run(run())
+
+
+def test_without_prefix_supply_the_template_renders_and_the_record_says_so(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        odd = oddly(template, "H", "el", "lo")
+        replica = Replica(template, in_order([odd, PLAIN]), prefix_supply=False)
+        await replica.chat(USER)
+        await replica.chat(USER, {"role": "assistant", "content": "Hello"}, USER)
+        _, two = await replica.state.entries()
+        assert two.parent == Unresolved("prefix_supply_off")
+        assert (two.prefix_requested, two.prefix_supplied) == (True, False)
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_changes_the_prompt_is_not_taken_for_a_continuation(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one", "two"))
+        await replica.chat(USER)
+        generate = replica.engine.generate
+
+        def other_prompt(**fields: Any) -> Any:
+            return generate(**{**fields, "prompt_ids": fields["prompt_ids"][3:]})
+
+        replica.engine.generate = other_prompt  # type: ignore[method-assign]
+        await replica.chat(USER, {"role": "assistant", "content": "one"}, USER)
+        _, two = await replica.state.entries()
+        assert two.parent == Unresolved("prefix_not_kept_by_engine")
+        assert not two.prefix_supplied
+
+    asyncio.run(run())
+
+
+def test_the_sampling_pin_is_forced_and_recorded(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        pin = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
+        replica = Replica(template, always(PLAIN), sampling_pin=pin)
+        await replica.chat(USER, temperature=0, top_p=0.1, seed=3)
+        assert replica.engine.calls[0].request.sampling == {**pin, "seed": 3}
+        (entry,) = await replica.state.entries()
+        assert {**pin, "seed": 3}.items() <= entry.sampling.items()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_capture_off_gives_a_client_the_same_bytes(template: HfChatTemplate, stream: bool) -> None:
+    async def run() -> None:
+        answers = []
+        for capture in (True, False):
+            replica = Replica(template, says(template, "The sky is blue."), capture=capture)
+            response = await replica.chat(USER, stream=stream, stream_options={"include_usage": True})
+            data = events(response) if stream else [response.json()]
+            own = {replica.engine.calls[0].call_id}
+            assert {event.pop("id") for event in data} == own
+            assert len({event.pop("created") for event in data}) == 1
+            answers.append((response.status_code, response.headers["content-type"], data))
+            assert len(await replica.state.entries()) == int(capture)
+        assert answers[0] == answers[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "wish",
+    [
+        {"logprobs": None, "top_logprobs": None},
+        {"logprobs": False},
+        {"logprobs": True, "top_logprobs": None},
+        {"logprobs": True, "top_logprobs": 5},
+        {},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_CP_03_log_probs_are_recorded_whatever_the_client_wants_to_see(
+    template: HfChatTemplate, wish: dict[str, Any], stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        response = await replica.chat(USER, stream=stream, **wish)
+        (entry,) = await replica.state.entries()
+        assert entry.generation_log_probs.tolist() == [-0.25, -1.0, -2.0]
+        if stream:
+            shown = [p for e in events(response) if (p := e["choices"][0]["logprobs"]) is not None]
+        else:
+            shown = [p for p in (response.json()["choices"][0]["logprobs"],) if p is not None]
+        values = [token["logprob"] for part in shown for token in part["content"]]
+        assert values == ([-0.25, -1.0, -2.0] if wish.get("logprobs") else [])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_CP_05_without_prompt_ids_nothing_is_stored_and_the_agent_is_served(
+    template: HfChatTemplate, stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(Script(steps=PLAIN.steps, reports_prompt=False)))
+        response = await replica.chat(USER, stream=stream)
+        assert response.status_code == 200
+        snapshot = await replica.state.snapshot()
+        assert snapshot.entries == ()
+        assert any(reason.startswith("capture_failed:") for reason in snapshot.incomplete)
+
+    asyncio.run(run())
+
+
+def test_CP_07_no_ids_reach_a_client(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "secret", "secret"))
+        streamed = await replica.chat(USER, stream=True)
+        whole = await replica.chat(USER)
+        for text in (streamed.text, whole.text):
+            assert "token_ids" not in text
+            assert "log_probs" not in text
+        assert len(await replica.state.entries()) == 2
+
+    asyncio.run(run())
+
+
+def test_SE_03_the_prompt_is_the_rendering_of_the_messages(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        forged = {"required_prefix_token_ids": [9, 9, 9], "prompt_token_ids": [1]}
+        await replica.chat(USER, **forged, extra_body=forged)
+        expected = full_prompt(template, Conversation((Message("user", "hi"),)))
+        np.testing.assert_array_equal(replica.engine.calls[0].prompt_ids, expected)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("finish_reason", "said"), [("length", "length"), ("stop", "tool_calls")])
+def test_CH_07_a_turn_cut_in_a_tool_call_says_length(
+    template: HfChatTemplate, stream: bool, finish_reason: str, said: str
+) -> None:
+    async def run() -> None:
+        call = (ToolCallStart(0, "c1", "get_weather"), ToolCallDelta(0, '{"city": "Pa'))
+        steps = [
+            Step(token_ids=list(range(1, 7)), events=call[:1]),
+            Step(token_ids=list(range(7, 13)), events=call[1:]),
+        ]
+        replica = Replica(template, always(Script(steps=steps, finish_reason=finish_reason)))
+        response = await replica.chat(USER, tools=[WEATHER], max_tokens=12, stream=stream)
+        last = events(response)[-1] if stream else response.json()
+        assert last["choices"][0]["finish_reason"] == said
+        (entry,) = await replica.state.entries()
+        assert entry.finish_reason == finish_reason
+        assert entry.generation_token_ids.size == 12
+        assert entry.has_tools
+        (item,) = entry.output_items
+        assert (item["type"], item["arguments"]) == ("function_call", '{"city": "Pa')
+
+    asyncio.run(run())
+
+
+# --- order: the record first, then the end of the reply ----------------------------------------------------------
+
+
+def test_CP_09_a_stream_ends_only_once_the_record_is_there(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one", "two"))
+        replica.state.gate.clear()
+        async with (
+            listening(replica.app) as client,
+            client.stream("POST", chat_path("r1"), json=chat_body(USER, stream=True)) as response,
+        ):
+            stream = frames(response)
+            seen = [await anext(stream)]
+            await replica.state.put_begins.wait()
+            rest = asyncio.ensure_future(_rest(stream))
+            # The text streams while the record waits; what ends the reply does not.
+            assert await replica.state.entries() == ()
+            assert not rest.done()
+            replica.state.gate.set()
+            seen += await rest
+            assert seen[-1] == "[DONE]"
+            assert len(await replica.state.entries()) == 1
+            ends = [json.loads(data)["choices"][0]["finish_reason"] for data in seen[:-1]]
+            assert ends[-1] == "stop"
+            assert set(ends[:-1]) == {None}
+            # At once: the parent is there.
+            echo = chat_body(USER, {"role": "assistant", "content": "one"}, USER)
+            assert (await client.post(chat_path("r1"), json=echo)).status_code == 200
+        one, two = await replica.state.entries()
+        assert two.parent == Continues(one.model_call_id, one.cum_len)
+
+    asyncio.run(run())
+
+
+async def _rest(stream: Any) -> list[str]:
+    return [data async for data in stream]
+
+
+def test_CP_09_a_whole_reply_waits_for_its_record_too(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        replica.state.gate.clear()
+        reply = asyncio.ensure_future(replica.chat(USER))
+        await replica.state.put_begins.wait()
+        assert not reply.done()
+        replica.state.gate.set()
+        assert (await reply).status_code == 200
+        assert len(await replica.state.entries()) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_CP_09_a_record_that_cannot_be_written_masks_the_rollout_and_serves_the_reply(
+    template: HfChatTemplate, stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        replica.state.put_fails = StoreUnavailableError("disk full")
+        response = await replica.chat(USER, stream=stream)
+        assert response.status_code == 200
+        assert (streamed_text(response) if stream else response.json()["choices"][0]["message"]["content"]) == "one"
+        snapshot = await replica.state.snapshot()
+        assert snapshot.entries == ()
+        call_id = replica.engine.calls[0].call_id
+        assert f"capture_failed:{call_id}" in snapshot.incomplete
+
+    asyncio.run(run())
+
+
+def test_a_rollout_that_cannot_even_be_marked_stays_incomplete_by_its_open_intent(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        replica.state.put_fails = replica.state.mark_fails = StoreUnavailableError("gone")
+        assert (await replica.chat(USER)).status_code == 200
+        snapshot = await replica.state.snapshot()
+        assert snapshot.incomplete == (f"dangling_intent:{replica.engine.calls[0].call_id}",)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_that_cannot_be_registered_costs_nothing_and_may_be_repeated(
+    template: HfChatTemplate, stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        replica.state.begin_fails = StoreUnavailableError("restarting")
+        response = await replica.chat(USER, stream=stream)
+        assert response.status_code == 503
+        assert int(response.headers["retry-after"]) >= 1
+        assert response.json()["error"]["code"] == "overloaded"
+        assert replica.engine.calls == []
+        replica.state.begin_fails = None
+        assert (await replica.chat(USER, stream=stream)).status_code == 200
+
+    asyncio.run(run())
+
+
+def test_a_rollout_that_was_consumed_refuses_late_calls(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        await replica.chat(USER)
+        snapshot = await replica.state.snapshot()
+        await replica.state.store.drop("r1", snapshot.snapshot_id, snapshot.version)
+        late = await replica.chat(USER)
+        assert late.status_code == 409
+        assert len(replica.engine.calls) == 1
+
+    asyncio.run(run())
+
+
+# --- the engine fails --------------------------------------------------------------------------------------------
+
+
+def test_an_error_in_the_middle_of_a_stream_ends_it_without_done(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        broken = Script(steps=[Step(token_ids=[5], text="He")], raises=EngineError("out of memory"))
+        replica = Replica(template, always(broken))
+        response = await replica.chat(USER, stream=True)
+        *_, last = [line for line in response.text.split("\n\n") if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
+        assert "[DONE]" not in response.text
+        (entry,) = await replica.state.entries()
+        assert entry.finish_reason == "abort"
+        assert entry.generation_token_ids.tolist() == [5]
+        assert (await replica.state.snapshot()).incomplete == ()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "retry"),
+    [
+        (EngineError("broken"), 500, None),
+        (EngineDeadError("gone"), 503, "5"),
+        (EngineOverloadedError("full", retry_after_s=2.6), 503, "3"),
+        (RuntimeError("a secret of the server"), 500, None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_before_the_first_text_has_its_own_status(
+    template: HfChatTemplate, error: Exception, status: int, retry: str | None, stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(Script(steps=[], raises=error)))
+        response = await replica.chat(USER, stream=stream)
+        assert response.status_code == status
+        assert response.headers.get("retry-after") == retry
+        assert "secret" not in response.text
+        snapshot = await replica.state.snapshot()
+        assert (snapshot.entries, snapshot.incomplete) == ((), ())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("finish_reason", [None, "abort", "error"])
+def test_a_generation_that_does_not_finish_is_no_reply(
+    template: HfChatTemplate, stream: bool, finish_reason: str | None
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(Script(steps=PLAIN.steps, finish_reason=finish_reason)))
+        response = await replica.chat(USER, stream=stream)
+        assert "[DONE]" not in response.text
+        assert '"error"' in response.text
+        assert response.status_code == (200 if stream else 500)
+        (entry,) = await replica.state.entries()
+        assert entry.finish_reason == "abort"
+
+    asyncio.run(run())
+
+
+def test_health_is_the_engines(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        assert (await replica.http.get("/healthz")).json() == {"status": "ok"}
+        replica.engine.is_dead = True
+        assert (await replica.http.get("/healthz")).status_code == 503
+        await replica.service.close()
+        assert replica.engine.is_closed
+
+    asyncio.run(run())
+
+
+# --- the client goes away ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize("n_steps", [0, 2], ids=["before the first text", "in the middle"])
+def test_a_client_that_goes_away_frees_the_engine(template: HfChatTemplate, stream: bool, n_steps: int) -> None:
+    async def run() -> None:
+        hanging = Script(steps=[Step(token_ids=[5], text="He"), Step(token_ids=[6], text="llo")][:n_steps], hangs=True)
+        replica = Replica(template, always(hanging))
+        async with listening(replica.app) as client:
+            if stream and n_steps:
+                async with client.stream("POST", chat_path("r1"), json=chat_body(USER, stream=True)) as response:
+                    stream_ = frames(response)
+                    text = ""
+                    while text != "Hello":
+                        text += json.loads(await anext(stream_))["choices"][0]["delta"]["content"]
+            else:
+                asking = asyncio.ensure_future(client.post(chat_path("r1"), json=chat_body(USER, stream=stream)))
+                await until(lambda: len(replica.engine.calls) == 1)
+                await asyncio.sleep(0.05)  # so that the generation is under way; if it is not, the outcome is the same
+                asking.cancel()
+            await until(lambda: replica.engine.aborted == [replica.engine.calls[0].call_id])
+            await _settled(replica)
+        snapshot = await replica.state.snapshot()
+        assert snapshot.incomplete == ()
+        if stream and n_steps:
+            (entry,) = snapshot.entries
+            assert entry.finish_reason == "abort"
+            assert entry.generation_token_ids.tolist() == [5, 6]
+        else:
+            assert snapshot.entries == ()
+
+    asyncio.run(run())
+
+
+async def _settled(replica: Replica) -> None:
+    """Until no intent is open."""
+    async with asyncio.timeout(60):
+        while True:
+            if not (await replica.state.snapshot()).incomplete:
+                return
+            await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_client_that_goes_away_during_the_put_leaves_the_record_of_the_whole_reply(
+    template: HfChatTemplate, stream: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one"))
+        replica.state.gate.clear()
+        async with listening(replica.app) as client:
+            asking = asyncio.ensure_future(client.post(chat_path("r1"), json=chat_body(USER, stream=stream)))
+            await replica.state.put_begins.wait()
+            asking.cancel()
+            await asyncio.wait([asking])
+            await asyncio.sleep(0.05)  # lets the server see it; if it has not, the outcome is the same
+            replica.state.gate.set()
+            await _settled(replica)
+        snapshot = await replica.state.snapshot()
+        (entry,) = snapshot.entries
+        assert (entry.finish_reason, snapshot.incomplete, snapshot.problems) == ("stop", (), ())
+
+    asyncio.run(run())
+
+
+# --- what is refused ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[1]", None),
+        (b'{"model": "policy"}', "messages"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
+        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 2}', "n"),
+    ],
+)
+def test_a_bad_body_is_named_and_leaves_nothing(template: HfChatTemplate, body: bytes, param: str | None) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        response = await replica.http.post(chat_path("r1"), content=body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == param
+        assert await replica.state.store.rollout_ids() == []
+        assert replica.engine.calls == []
+
+    asyncio.run(run())
+
+
+def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), max_model_len=64)
+        for stream in (False, True):
+            response = await replica.chat({"role": "user", "content": "word " * 100}, stream=stream)
+            assert response.status_code == 400
+            assert response.json()["error"]["code"] == "context_length_exceeded"
+        snapshot = await replica.state.snapshot()
+        assert (snapshot.entries, snapshot.incomplete) == ((), ())
+        assert replica.engine.calls == []
+
+    asyncio.run(run())
+
+
+def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), max_model_len=64)
+        await replica.chat(USER, max_tokens=1000)
+        (call,) = replica.engine.calls
+        assert call.max_tokens == 64 - call.prompt_ids.size
+        (entry,) = await replica.state.entries()
+        assert entry.max_tokens == 1000
+
+    asyncio.run(run())
+
+
+def test_without_a_rollout_the_model_must_exist_and_nothing_is_recorded(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        unknown = await replica.chat(USER, rollout_id=None, model="gpt-9")
+        assert unknown.status_code == 404
+        assert unknown.json()["error"]["code"] == "model_not_found"
+        assert (await replica.chat(USER, rollout_id=None)).status_code == 200
+        assert await replica.state.store.rollout_ids() == []
+        listed = (await replica.http.get("/ng-rollout/r1/v1/models")).json()["data"]
+        assert [(model["id"], model["max_model_len"]) for model in listed] == [("policy", 4096)]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("rollout_id", "served"),
+    [
+        ("..%2F..%2Fetc", False),
+        ("../r2", False),
+        ("a%00b", False),
+        ("%2Fetc%2Fpasswd", False),
+        ("", False),
+        ("a" * 300, False),
+        ("r1%2Fv1%2Fresponses", False),
+        ("%2e%2e", False),
+        ("A_b-1.2", True),
+    ],
+)
+def test_SE_01_rollout_ids_are_checked_before_they_name_anything(
+    template: HfChatTemplate, rollout_id: str, served: bool
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        async with listening(replica.app) as client:
+            response = await client.post(chat_path(rollout_id), json=chat_body(USER))
+        if served:
+            assert response.status_code == 200
+            assert await replica.state.store.rollout_ids() == [rollout_id]
+        else:
+            assert 400 <= response.status_code < 500
+            assert response.json()["error"]["message"]
+            assert await replica.state.store.rollout_ids() == []
+            assert replica.engine.calls == []
+
+    asyncio.run(run())
+
+
+def test_SE_05_strange_headers_are_refused_or_never_repeated(
+    template: HfChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, says(template, "one two three", "one"))
+        huge = "a" * 2**20
+        async with listening(replica.app) as client:
+            for headers in ({"x-request-id": huge}, {"x-request-id": "caf\xe9".encode("latin-1")}):
+                response = await client.post(
+                    chat_path("r1"), json=chat_body(USER, stream=True), headers=httpx_headers(headers)
+                )
+                if response.status_code == 200:
+                    assert len(response.content) < 10_000
+                    assert "aaaa" not in response.text
+                    assert "aaaa" not in str(response.headers)
+                else:
+                    assert 400 <= response.status_code < 500
+
+    with caplog.at_level(logging.DEBUG, logger="gym_capture"):
+        asyncio.run(run())
+    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
+
+
+def httpx_headers(headers: dict[str, Any]) -> dict[bytes, bytes]:
+    return {
+        name.encode(): value if isinstance(value, bytes) else value.encode("latin-1") for name, value in headers.items()
+    }
+
+
+def test_SF_05_client_made_request_ids_do_not_name_calls(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        def echo(call: EngineCall) -> Script:
+            (message,) = call.request.conversation.items
+            assert isinstance(message, Message)
+            return Script(steps=[Step(token_ids=[5], events=[TextDelta(f"to {message.text}")])])
+
+        replica = Replica(template, echo)
+
+        async def ask(text: str) -> dict[str, Any]:
+            body = chat_body({"role": "user", "content": text}, request_id="same", id="same")
+            response = await replica.http.post(chat_path("r1"), json=body, headers={"x-request-id": "same"})
+            assert response.status_code == 200
+            reply: dict[str, Any] = response.json()
+            return reply
+
+        a, b = await asyncio.gather(ask("A"), ask("B"))
+        assert [reply["choices"][0]["message"]["content"] for reply in (a, b)] == ["to A", "to B"]
+        assert len({a["id"], b["id"], "same"}) == 3
+        assert {entry.model_call_id for entry in await replica.state.entries()} == {a["id"], b["id"]}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [("GET", "/nowhere", 404), ("POST", "/ng-rollout/r1/v1/other", 404), ("GET", "/v1/chat/completions", 405)],
+)
+def test_routes_that_do_not_exist_are_errors_of_the_api(
+    template: HfChatTemplate, method: str, path: str, status: int
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        response = await replica.http.request(method, path)
+        assert response.status_code == status
+        assert path in response.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_rollouts_at_the_same_time_do_not_mix(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        def echo(call: EngineCall) -> Script:
+            last = call.request.conversation.items[-1]
+            assert isinstance(last, Message)
+            return saying(template, f"echo {last.text}", stop_token=STOP)
+
+        replica = Replica(template, echo)
+
+        async def attempt(rollout_id: str) -> None:
+            messages: list[dict[str, Any]] = []
+            for turn in range(3):
+                messages.append({"role": "user", "content": f"{rollout_id} {turn}"})
+                response = await replica.chat(*messages, rollout_id=rollout_id)
+                content = response.json()["choices"][0]["message"]["content"]
+                assert content == f"echo {rollout_id} {turn}"
+                messages.append({"role": "assistant", "content": content})
+
+        names = [f"r{number}" for number in range(16)]
+        await asyncio.gather(*(attempt(name) for name in names))
+        assert sorted(await replica.state.store.rollout_ids()) == sorted(names)
+        for name in names:
+            one, two, three = await replica.state.entries(name)
+            assert [entry.parent for entry in (one, two, three)] == [
+                Root(),
+                Continues(one.model_call_id, one.cum_len),
+                Continues(two.model_call_id, two.cum_len),
+            ]
+
+    asyncio.run(run())
