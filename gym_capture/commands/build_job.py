@@ -85,7 +85,7 @@ def command(
     requests = read_requests(rollouts)
     if requests.cut_lines:
         console.print(f"[yellow]the last line of {rollouts} was cut off in writing and is left out[/]")
-    ray.init(log_to_driver=False, logging_level=logging.WARNING)
+    ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     options = JobOptions(
         build=BuildOptions(strategy=strategy.value, delivery=delivery.value),

@@ -27,6 +27,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import ray.data
 from pyarrow import fs
+from ray.exceptions import RayTaskError
 
 from gym_capture.builder import BuildOptions
 from gym_capture.data.advantages import Scale
@@ -34,7 +35,14 @@ from gym_capture.data.groups import RolloutSummary, build_group
 from gym_capture.data.report import BuildReport, report
 from gym_capture.data.requests import REQUEST_SCHEMA, check_requests, conform, groups_of, split_into_parts
 from gym_capture.data.schema import SCHEMA
-from gym_capture.errors import ConfigError, RecordError, StaleSnapshotError, StoreError, StoreUnavailableError
+from gym_capture.errors import (
+    ConfigError,
+    GymCaptureError,
+    RecordError,
+    StaleSnapshotError,
+    StoreError,
+    StoreUnavailableError,
+)
 from gym_capture.imports import load
 from gym_capture.protocols import TokenSource
 from gym_capture.records import RecordProblem, Snapshot
@@ -100,6 +108,8 @@ def write_trajectories(
 
     `out` is a path or URI that every worker can write to. Trajectories that are there already are an error, unless
     `overwrite` says to remove them first. `on_progress` gets the number of rollouts that are written.
+
+    Raises `StoreUnavailableError` if the source is down for longer than a restart takes: the job can be run again.
     """
     requests = _requests(rollouts)
     uri = str(out) if "://" in str(out) else Path(out).absolute().as_uri()
@@ -107,9 +117,14 @@ def write_trajectories(
     _make_room(filesystem, directory, overwrite=overwrite)
     summaries: list[RolloutSummary] = []
     dataset = _map_parts(requests, _PartWriter, source, options or JobOptions(), {"uri": uri})
-    for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-        summaries += [_decode_summary(text) for text in batch.column("summary").to_pylist()]
-        on_progress(len(summaries))
+    try:
+        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+            summaries += [_decode_summary(text) for text in batch.column("summary").to_pylist()]
+            on_progress(len(summaries))
+    except RayTaskError as error:
+        if isinstance(error.cause, GymCaptureError):
+            raise error.cause from None
+        raise
     result = report(requests.column("rollout_id").to_pylist(), summaries)
     for leftover in _files(filesystem, directory, prefix=f".{_PART}-"):
         filesystem.delete_file(leftover)
@@ -152,6 +167,7 @@ def _map_parts(
     dataset = ray.data.from_arrow(numbered)  # a block for each part
     dataset.context.enable_progress_bars = False
     dataset.context.print_on_execution_start = False
+    dataset.context.raise_original_map_exception = True
     # Blocks that overtake one another would tear groups apart.
     dataset.context.execution_options.preserve_order = True
     return dataset.map_batches(
@@ -165,18 +181,24 @@ def _map_parts(
 
 
 class _Worker:
-    """One actor of the pool: an event loop and a source that stay open from part to part."""
+    """One actor of the pool: an event loop and a source that stay open from part to part.
+
+    The source is opened with the first part, for what fails in an actor's constructor looks like a fault of Ray's.
+    """
 
     def __init__(self, *, source: SourceSpec, options: JobOptions) -> None:
         self._options = options
+        self._spec = source
         self._runner = asyncio.Runner()
-        self._source = self._runner.run(source.open())
+        self._source: TokenSource | None = None
 
     def _build(self, part: pa.Table) -> Iterator[tuple[RolloutSummary, pa.Table]]:
         for group in groups_of(part):
             yield from build_group(group, self._freeze, options=self._options.build, scale=self._options.scale)
 
     def _freeze(self, rollout_id: str) -> Snapshot:
+        if self._source is None:
+            self._source = self._runner.run(self._spec.open())
         return self._runner.run(_freeze(self._source, rollout_id))
 
 
@@ -204,12 +226,14 @@ class _PartWriter(_Worker):
             pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer,
         ):
             waiting: list[pa.Table] = []
+            waiting_bytes = 0
             for summary, table in self._build(part):
                 summaries.append(summary)
-                if waiting and sum(each.nbytes for each in (*waiting, table)) > _ROW_GROUP_BYTES:
+                if waiting and waiting_bytes + table.nbytes > _ROW_GROUP_BYTES:
                     writer.write_table(pa.concat_tables(waiting))
-                    waiting = []
+                    waiting, waiting_bytes = [], 0
                 waiting.append(table)
+                waiting_bytes += table.nbytes
             writer.write_table(pa.concat_tables(waiting))
         self._filesystem.move(unfinished, f"{self._directory}/{name}")
         return pa.table({"summary": [json.dumps(asdict(summary)) for summary in summaries]})

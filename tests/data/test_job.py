@@ -122,6 +122,11 @@ def test_trajectories_that_are_there_are_not_mixed_with_others(tmp_path: Path) -
     assert pa.dataset.dataset(tmp_path).to_table().column("rollout_id").to_pylist() == ["b-1"]
 
 
+def test_a_source_that_cannot_be_opened_is_an_error_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot load 'no\.such:thing'"):
+        write_trajectories(asked("a-1"), source=SourceSpec(import_path="no.such:thing"), out=tmp_path)
+
+
 def test_nothing_to_build_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no rollouts"):
         write_trajectories(asked(), source=SOURCE, out=tmp_path)
