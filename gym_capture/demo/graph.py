@@ -31,6 +31,7 @@ from gym_capture.serving.cluster_env import private_cluster_env
 
 _READY_WITHIN_S: Final = 300.0
 _POLL_S: Final = 0.5
+_STEADY_ANSWERS: Final = 20
 _SHOWN_LINES: Final = 6
 _REPLICA_PORTS: Final = 100
 _OBJECT_STORE_BYTES: Final = 256 * 2**20
@@ -115,18 +116,22 @@ def served_graph(
 
 def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
     deadline = time.monotonic() + _READY_WITHIN_S
-    # Nothing between here and 127.0.0.1 is a proxy's business.
-    with httpx.Client(base_url=url, trust_env=False, timeout=5.0) as client:
-        while time.monotonic() < deadline:
-            if child.ended() is not None:
-                raise ConfigError(f"serve run ended; the end of {child.log}:\n{child.log_tail()}")
-            try:
-                if client.get("/healthz").status_code == 200:
-                    return
-            except httpx.HTTPError:
-                pass  # not there yet: what Serve says of it tells waiting from failing
+    answers = 0
+    while time.monotonic() < deadline:
+        if child.ended() is not None:
+            raise ConfigError(f"serve run ended; the end of {child.log}:\n{child.log_tail()}")
+        try:
+            # A new connection each time; and nothing between here and 127.0.0.1 is a proxy's business.
+            answered = httpx.get(f"{url}/healthz", trust_env=False, timeout=5.0).status_code == 200
+        except httpx.HTTPError:
+            answered = False  # not there yet: what Serve says of it tells waiting from failing
+        # HAProxy takes on a new replica by starting anew, and for a moment the old process still answers some: with 404.
+        answers = answers + 1 if answered else 0
+        if answers == _STEADY_ANSWERS:
+            return
+        if not answered:
             on_wait(_deployment_state(child))
-            time.sleep(_POLL_S)
+        time.sleep(_POLL_S if not answered else _POLL_S / 5)
     raise EngineError(f"not ready after {_READY_WITHIN_S:g} s; the end of {child.log}:\n{child.log_tail()}")
 
 

@@ -33,6 +33,8 @@ def private_cluster_env(*, metrics_port: int, stats_port: int, replica_ports: tu
         **CLUSTER_ENV,
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        # Nothing routes here any more once it is asked to end: there is nobody to wait for.
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_ports[1]),
     }
