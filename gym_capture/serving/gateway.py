@@ -129,7 +129,7 @@ class _Edge:
                 reply = await call.complete()
                 ended = True
                 yield pending + encoder.finish(reply)
-            except Exception as error:  # noqa: BLE001 - the boundary that classifies
+            except Exception as error:
                 ended = True
                 await call.fail()
                 if pending:  # nothing has left yet

@@ -1,0 +1,58 @@
+"""A served graph, as its clients and its data jobs reach it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from dataclasses import dataclass
+
+import psutil
+from openai import AsyncOpenAI
+
+from gym_capture.records import Snapshot, TokenEntry
+from gym_capture.serving.state import connect
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Where a graph is served."""
+
+    url: str
+    namespace: str
+
+    def client(self, rollout_id: str) -> AsyncOpenAI:
+        """The SDK as an agent of that rollout has it. Failures show: nothing is tried again."""
+        base_url = f"{self.url}/ng-rollout/{rollout_id}/v1"
+        return AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0, timeout=120)
+
+    async def snapshot(self, rollout_id: str) -> Snapshot:
+        """The rollout, once no call of it is open: a client has its error before the record of it is written."""
+        source = connect(namespace=self.namespace)
+        async with asyncio.timeout(60):
+            while True:
+                snapshot = await source.freeze(rollout_id)
+                if not any(reason.startswith("dangling_intent") for reason in snapshot.incomplete):
+                    return snapshot
+                await asyncio.sleep(0.05)
+
+    def kill_state_actors(self) -> int:
+        """Ends every state actor's process without a warning. Returns how many."""
+        processes = [
+            process
+            for process in psutil.Process().children(recursive=True)
+            if " ".join(process.cmdline()).startswith("ray::StateShard")
+        ]
+        for process in processes:
+            os.kill(process.pid, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=10)
+        return len(processes)
+
+
+def whole(snapshot: Snapshot) -> list[TokenEntry]:
+    """The calls with their whole prompts, oldest first."""
+    entries: dict[str, TokenEntry] = {}
+    for entry in sorted(snapshot.entries, key=lambda entry: entry.created_at):
+        parent = entries[entry.parent.call_id].cumulative_ids() if entry.is_delta else None
+        entries[entry.model_call_id] = entry if parent is None else entry.expand(parent)
+    return list(entries.values())
