@@ -125,7 +125,7 @@ def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
             answered = httpx.get(f"{url}/healthz", trust_env=False, timeout=5.0).status_code == 200
         except httpx.HTTPError:
             answered = False  # not there yet: what Serve says of it tells waiting from failing
-        # HAProxy takes on a new replica by starting anew, and for a moment the old process still answers some: with 404.
+        # HAProxy takes on a new replica by starting anew; for a moment the old process still answers some, with 404.
         answers = answers + 1 if answered else 0
         if answers == _STEADY_ANSWERS:
             return

@@ -159,8 +159,9 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
             ),
             Check(
                 f"{name}: the step moved the weights",
-                0.0 < mode.training.grad_norm < math.inf,
-                f"gradient norm {mode.training.grad_norm:.2g}",
+                0.0 < mode.training.grad_norm < math.inf or mode.reward_std == 0.0,
+                f"gradient norm {mode.training.grad_norm:.2g}"
+                + ("" if mode.reward_std else "; all rewards are equal, so there is nothing to learn"),
             ),
         ]
     found.append(Check("nothing is left running", not leftovers, ", ".join(leftovers) or "0 processes"))

@@ -169,5 +169,6 @@ def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
         status = error.status_code
         if status >= 500 or status in (408, 409, 429):
             return Failed("server_error", f"HTTP {status}: {detail}", n_calls)
-        return Failed("refused", f"HTTP {status}: {detail}", n_calls, retryable=False)
+        # 404 is also what a proxy says while its routes change.
+        return Failed("refused", f"HTTP {status}: {detail}", n_calls, retryable=status == 404)
     return Failed("malformed_reply", detail, n_calls)

@@ -35,8 +35,6 @@ def private_cluster_env(*, metrics_port: int, stats_port: int, replica_ports: tu
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         # Nothing routes here any more once it is asked to end: there is nobody to wait for.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
-        # Nobody else sends requests here: a replica that is to stop need not wait for stragglers.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_ports[1]),
     }

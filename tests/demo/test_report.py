@@ -80,6 +80,11 @@ def test_each_promise_is_checked(change: dict[str, Any], promise: str) -> None:
     assert promise in failing(dataclasses.replace(SUPPLIED, **change))
 
 
+def test_equal_rewards_are_no_reason_to_move() -> None:
+    still = dataclasses.replace(SUPPLIED, reward_std=0.0, training=dataclasses.replace(TRAINING, grad_norm=0.0))
+    assert failing(still) == []
+
+
 def test_the_comparison_and_the_leftovers_are_checked() -> None:
     assert failing(rendered=dataclasses.replace(RENDERED, contiguous_links=32)) == ["rendering again keeps fewer links"]
     assert failing(rendered=dataclasses.replace(RENDERED, failed_rollouts=1)) == [

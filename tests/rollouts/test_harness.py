@@ -134,6 +134,7 @@ async def no_choices(call: Call) -> web.Response:
         (status(503), "server_error", True),
         (status(429), "server_error", True),
         (status(400), "refused", False),
+        (status(404), "refused", True),
         (status(401), "refused", False),
         (hang, "call_timeout", True),
         (no_choices, "malformed_reply", True),
