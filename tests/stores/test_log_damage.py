@@ -4,7 +4,6 @@ import asyncio
 import shutil
 import tempfile
 import zlib
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -50,13 +49,15 @@ async def call(store: LogStore, rollout_id: str, call_id: str) -> None:
     await store.put(sample_entry(rollout_id, call_id), epoch=epoch)
 
 
-@dataclass(frozen=True)
 class Log:
     """A log directory, and what it held when its store was closed."""
 
-    directory: Path
-    rollouts: dict[str, tuple[str, list[bytes]]] = field(repr=False)
-    frames: tuple[Frame, ...] = field(repr=False)
+    def __init__(
+        self, directory: Path, rollouts: dict[str, tuple[str, list[bytes]]], frames: tuple[Frame, ...]
+    ) -> None:
+        self.directory = directory
+        self.rollouts = rollouts
+        self.frames = frames
 
 
 async def _snapshots(directory: Path) -> tuple[LogStore, dict[str, Snapshot]]:
@@ -111,8 +112,14 @@ def test_cut_log_is_what_it_was_at_some_moment(log: Log, data: st.DataObject) ->
         size = data.draw(st.integers(0, path.stat().st_size))
         junk = data.draw(st.sampled_from([b"", b"\0" * 40, b"\xf5GCF", path.read_bytes()[size : size + 500][::-1]]))
         # The header was durable before anything was written behind it.
-        path.write_bytes(path.read_bytes()[:size] + (junk if size >= SEGMENT_HEADER_BYTES else b""))
-        whole = [frame for frame in _frames_of(log, 2) if frame.offset + frame.size <= size]
+        original = path.read_bytes()
+        left = original[:size] + (junk if size >= SEGMENT_HEADER_BYTES else b"")
+        path.write_bytes(left)
+        whole = [
+            frame
+            for frame in _frames_of(log, 2)
+            if original[: frame.offset + frame.size] == left[: frame.offset + frame.size]
+        ]
 
         async def check() -> None:
             store, found = await _snapshots(directory)
@@ -350,3 +357,12 @@ def test_reading_goes_on_behind_damage(drafts: list[Draft], data: st.DataObject)
         assert begins == place
         place = ends
     assert place == len(segment)
+
+
+def test_frame_inside_a_record_is_not_taken_for_one() -> None:
+    """What an agent writes can be a log: its frames were sealed with another seed."""
+    inner = pack_frame(Draft(RecordType.RETIRED, 9, pack_key("victim"), b"[]"), seed=1, starts_batch=True)
+    outer = pack_frame(Draft(RecordType.COMMITTED, 1, pack_key("r", "c"), inner), seed=2, starts_batch=True)
+    segment = bytearray(pack_segment_header(SegmentHeader(2, 1)) + outer)
+    segment[SEGMENT_HEADER_BYTES + 5] ^= 1
+    assert list(scan_segment(bytes(segment), SegmentHeader(2, 1))) == [Damage(SEGMENT_HEADER_BYTES, len(segment))]
