@@ -23,6 +23,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -32,7 +33,8 @@ from gym_capture.stores.log import LogStore
 
 HISTORY_IDS, NEW_IDS, GENERATED_IDS = 2_000, 500, 200
 CONCURRENT = 64
-LOG_PUTS, FILE_PUTS = 6_400, 640
+ROUNDS, LOG_PUTS, FILE_PUTS = 5, 2_560, 256
+"""Rounds alternate between the stores, because the speed of a disk that others use changes by the second."""
 MIN_TIMES_FASTER = 8.0
 MAX_BYTES_PER_ID = 10.0
 ROLLOUTS, CALLS = 1_000, 20
@@ -111,48 +113,50 @@ class FileStore:
 
 async def _puts(directory: Path) -> bool:
     file_store = FileStore(directory / "files")
+    log_store = await LogStore.open(directory / "log")
+    epochs = {f"r{index}": await log_store.begin_call(_intent(index, 0)) for index in range(CONCURRENT)}
+    threads = ThreadPoolExecutor(CONCURRENT)
 
-    async def put_in_line(entry: TokenEntry) -> None:
+    async def put_in_file(entry: TokenEntry) -> None:
         file_store.put(entry)
 
-    in_line_per_s, _ = await _rate(put_in_line, FILE_PUTS)
-    _report("store.file_per_rollout", puts_per_s=round(in_line_per_s), ok=True)
-
-    threaded_store = FileStore(directory / "files-threads")
-    with ThreadPoolExecutor(CONCURRENT) as threads:
-
-        async def put_in_thread(entry: TokenEntry) -> None:
-            await asyncio.get_running_loop().run_in_executor(threads, threaded_store.put, entry)
-
-        threaded_per_s, _ = await _rate(put_in_thread, FILE_PUTS)
-    _report("store.file_per_rollout_threads", threads=CONCURRENT, puts_per_s=round(threaded_per_s), ok=True)
-
-    store = await LogStore.open(directory / "log")
-    epochs = {rollout: await store.begin_call(_intent(rollout, 0)) for rollout in range(CONCURRENT)}
+    async def put_in_thread(entry: TokenEntry) -> None:
+        await asyncio.get_running_loop().run_in_executor(threads, file_store.put, entry)
 
     async def put_in_log(entry: TokenEntry) -> None:
-        await store.put(entry, epoch=epochs[int(entry.rollout_id[1:])])
+        await log_store.put(entry, epoch=epochs[entry.rollout_id])
 
-    log_per_s, latencies_s = await _rate(put_in_log, LOG_PUTS)
-    commits = store.stats().commits
-    await store.close()
-    times_faster = log_per_s / in_line_per_s
+    file_rates, thread_rates, log_rates, latencies_s = [], [], [], []
+    for index in range(ROUNDS):
+        file_rates.append((await _rate(put_in_file, FILE_PUTS, index))[0])
+        thread_rates.append((await _rate(put_in_thread, FILE_PUTS, index))[0])
+        log_rate, round_latencies_s = await _rate(put_in_log, LOG_PUTS, index)
+        log_rates.append(log_rate)
+        latencies_s += round_latencies_s
+    threads.shutdown()
+    commits = log_store.stats().commits
+    await log_store.close()
+
+    times_faster = median(log / file for log, file in zip(log_rates, file_rates, strict=True))
+    times_threads = median(log / file for log, file in zip(log_rates, thread_rates, strict=True))
+    _report("store.file_per_rollout", puts_per_s=round(median(file_rates)), ok=True)
+    _report("store.file_per_rollout_threads", threads=CONCURRENT, puts_per_s=round(median(thread_rates)), ok=True)
     _report(
         "store.log",
         concurrent=CONCURRENT,
-        puts_per_s=round(log_per_s),
+        puts_per_s=round(median(log_rates)),
         puts_per_sync=round(commits.records / commits.batches, 1),
         p50_ms=round(1e3 * float(np.percentile(latencies_s, 50)), 2),
         p99_ms=round(1e3 * float(np.percentile(latencies_s, 99)), 2),
         times_file_per_rollout=round(times_faster, 1),
-        times_file_per_rollout_threads=round(log_per_s / threaded_per_s, 1),
+        times_file_per_rollout_threads=round(times_threads, 1),
         target_times=MIN_TIMES_FASTER,
         ok=times_faster >= MIN_TIMES_FASTER,
     )
 
-    content_bytes = len(json.dumps(_call(0, 0).output_items, ensure_ascii=False, separators=(",", ":")).encode())
-    log_bytes = sum(path.stat().st_size for path in (directory / "log").glob("*.log")) / LOG_PUTS
-    file_bytes = sum(path.stat().st_size for path in (directory / "files").iterdir()) / FILE_PUTS
+    content_bytes = len(json.dumps(_CALL.output_items, ensure_ascii=False, separators=(",", ":")).encode())
+    log_bytes = sum(path.stat().st_size for path in (directory / "log").glob("*.log")) / (ROUNDS * LOG_PUTS)
+    file_bytes = sum(path.stat().st_size for path in (directory / "files").iterdir()) / (2 * ROUNDS * FILE_PUTS)
     bytes_per_id = (log_bytes - content_bytes) / NEW_IDS
     _report(
         "store.size",
@@ -165,10 +169,10 @@ async def _puts(directory: Path) -> bool:
     return times_faster >= MIN_TIMES_FASTER and bytes_per_id <= MAX_BYTES_PER_ID
 
 
-async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int) -> tuple[float, list[float]]:
+async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, round_index: int) -> tuple[float, list[float]]:
     """Puts a second, by `CONCURRENT` callers of which each waits for its own, and how long each put took."""
-    turns = puts // CONCURRENT
-    calls = [[_call(rollout, turn) for turn in range(turns)] for rollout in range(CONCURRENT)]
+    turns = range(round_index * puts // CONCURRENT, (round_index + 1) * puts // CONCURRENT)
+    calls = [[_call(rollout, turn) for turn in turns] for rollout in range(CONCURRENT)]
     latencies_s: list[float] = []
 
     async def caller(entries: Sequence[TokenEntry]) -> None:

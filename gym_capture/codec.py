@@ -40,6 +40,7 @@ from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersion
 from gym_capture.records import (
     CallIntent,
     Continues,
+    IdArray,
     Parent,
     RecordProblem,
     Root,
@@ -101,10 +102,22 @@ class EntryKey(NamedTuple):
 
 def encode_entry(entry: TokenEntry) -> bytes:
     """The bytes of an entry. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
+    return _encode(entry, entry.prompt_token_ids, entry.prompt_offset)
+
+
+def encode_delta(entry: TokenEntry) -> bytes:
+    """The bytes of `entry.as_delta()`, without making that entry. What stores keep."""
+    if entry.is_delta or not isinstance(entry.parent, Continues):
+        return encode_entry(entry)
+    offset = entry.parent.cum_len
+    return _encode(entry, entry.prompt_token_ids[offset:], offset)
+
+
+def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) -> bytes:
     arrays: list[list[object]] = []
     blobs: list[bytes] = []
     for name, dtype, array in (
-        ("prompt_token_ids", "<i4", entry.prompt_token_ids),
+        ("prompt_token_ids", "<i4", prompt_token_ids),
         ("generation_token_ids", "<i4", entry.generation_token_ids),
         ("generation_log_probs", "<f4", entry.generation_log_probs),
         ("routed_experts", None, entry.routed_experts),
@@ -126,8 +139,8 @@ def encode_entry(entry: TokenEntry) -> bytes:
         "requested_model": entry.requested_model,
         "has_tools": entry.has_tools,
     }
-    if entry.prompt_offset:
-        header["prompt_offset"] = entry.prompt_offset
+    if prompt_offset:
+        header["prompt_offset"] = prompt_offset
     if entry.token_item_index is not None:
         header["token_item_index"] = entry.token_item_index
     if entry.turn_key is not None:
@@ -156,7 +169,7 @@ def encode_entry(entry: TokenEntry) -> bytes:
         header["normalized"] = entry.normalized
     header["arrays"] = arrays
 
-    header_bytes = _padded(_json_bytes(entry, "sampling", header), b" ")
+    header_bytes = _padded(_header_bytes(entry, header), b" ")
     content_bytes = _padded(_json_bytes(entry, "output_items", [dict(item) for item in entry.output_items]), b" ")
     body = b"".join((header_bytes, content_bytes, *blobs))
     if len(body) >= _LIMIT_BYTES:
@@ -173,6 +186,11 @@ def peek_entry(data: bytes) -> EntryKey:
     if not isinstance(rollout_id, str) or not isinstance(call_id, str):
         raise RecordError("the header of an encoded entry must name its rollout and its call", field="header")
     return EntryKey(rollout_id, call_id, digest)
+
+
+def payload_digest(encoded_entry: bytes) -> bytes:
+    """Equal for equal content, `created_at` aside: tells a retried put from a conflicting one."""
+    return encoded_entry[_PREFIX.size - _DIGEST_BYTES : _PREFIX.size]
 
 
 def decode_entry(data: bytes) -> TokenEntry:
@@ -384,8 +402,16 @@ def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry 
 # --- JSON --------------------------------------------------------------------------------------------------------
 
 
+def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
+    try:
+        return _to_json(header).encode("utf-8", "surrogatepass")
+    except (TypeError, ValueError, RecursionError):
+        for name, value in header.items():
+            _json_bytes(entry, name, value)
+        raise
+
+
 def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
-    """`field` is the only part of `value` that can be something else than JSON."""
     try:
         return _to_json(value).encode("utf-8", "surrogatepass")
     except (TypeError, ValueError, RecursionError) as error:

@@ -15,9 +15,11 @@ from gym_capture.codec import (
     decode_entry,
     decode_intent,
     decode_snapshot,
+    encode_delta,
     encode_entry,
     encode_intent,
     encode_snapshot,
+    payload_digest,
     peek_entry,
 )
 from gym_capture.conformance import sample_entry, sample_intent
@@ -106,8 +108,8 @@ def test_entry_survives_with_every_field(entry: TokenEntry) -> None:
     decoded = decode_entry(data)
     assert_same(decoded, entry)
     assert encode_entry(decoded) == data
-    key = peek_entry(data)
-    assert (key.rollout_id, key.call_id) == (entry.rollout_id, entry.model_call_id)
+    assert peek_entry(data) == (entry.rollout_id, entry.model_call_id, payload_digest(data))
+    assert encode_delta(entry) == encode_entry(entry.as_delta())
 
 
 @given(entries(), st.data())
@@ -177,6 +179,11 @@ def test_content_that_is_not_json_names_its_field(value: object) -> None:
     assert (raised.value.field, raised.value.rollout_id, raised.value.call_id) == ("output_items", "r", "c")
     with pytest.raises(RecordError, match="sampling must be JSON"):
         encode_entry(replace(entry, sampling={"x": value}))
+
+
+def test_number_of_an_array_is_no_json_and_is_named() -> None:
+    with pytest.raises(RecordError, match="max_tokens must be JSON"):
+        encode_entry(replace(sample_entry("r", "c"), max_tokens=np.int64(3)))  # type: ignore[arg-type]
 
 
 def test_array_of_objects_is_refused() -> None:

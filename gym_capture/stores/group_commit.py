@@ -131,7 +131,11 @@ class GroupCommit:
 
     async def write(self, writes: Sequence[Write]) -> None:
         """Submits writes and waits for all of them; raises what the first that failed raised."""
-        for answer in await asyncio.gather(*self.submit(writes), return_exceptions=True):
+        answers = self.submit(writes)
+        if len(answers) == 1:
+            await answers[0]
+            return
+        for answer in await asyncio.gather(*answers, return_exceptions=True):
             if answer is not None:
                 raise answer
 

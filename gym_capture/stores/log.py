@@ -23,10 +23,12 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.codec import (
+    EntryKey,
     decode_or_problem,
     decode_snapshot,
-    encode_entry,
+    encode_delta,
     encode_intent,
+    payload_digest,
     peek_entry,
 )
 from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableError
@@ -154,11 +156,13 @@ class LogStore:
         return epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self.put_encoded(encode_entry(entry.as_delta()), epoch=epoch)
+        data = encode_delta(entry)
+        key = EntryKey(entry.rollout_id, entry.model_call_id, payload_digest(data))
+        await self._commits.write([self._put(key, data, epoch)])
 
     async def put_encoded(self, data: bytes, *, epoch: int) -> None:
         """`put` of an entry that the producer has encoded: as a delta, so that the log stays linear in tokens."""
-        await self._commits.write([self._put(data, epoch)])
+        await self._commits.write([self._put(peek_entry(data), data, epoch)])
 
     async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
         """Puts encoded entries, each with its epoch, on behalf of many callers. The answer to each is in its place."""
@@ -166,7 +170,7 @@ class LogStore:
         writes: list[tuple[int, Write]] = []
         for place, (data, epoch) in enumerate(puts):
             try:
-                writes.append((place, self._put(data, epoch)))
+                writes.append((place, self._put(peek_entry(data), data, epoch)))
             except RecordError as error:
                 answers[place] = error
         submitted = self._commits.submit([write for _, write in writes])
@@ -257,8 +261,8 @@ class LogStore:
         await self._reads.close()
         os.close(self._lock)
 
-    def _put(self, data: bytes, epoch: int) -> Write:
-        rollout_id, call_id, digest = peek_entry(data)
+    def _put(self, key: EntryKey, data: bytes, epoch: int) -> Write:
+        rollout_id, call_id, digest = key
         check_key(rollout_id, call_id)
         return Write(rollout_id, call_id, lambda: self._index.book.put(rollout_id, call_id, digest, epoch=epoch), data)
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gym_capture.codec import decode_entry, encode_entry, peek_entry
+from gym_capture.codec import decode_entry, encode_delta, payload_digest
 from gym_capture.errors import GymCaptureError, RecordError, StoreError, StoreUnavailableError
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.rollout_state import Committed, Decision
@@ -37,15 +37,14 @@ class MemoryStore:
         return epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        delta = entry.as_delta()
-        self._put(delta, peek_entry(encode_entry(delta)).payload_digest, epoch)
+        self._put(entry.as_delta(), payload_digest(encode_delta(entry)), epoch)
 
     async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
         """Puts entries that are encoded already, each with its epoch. Answers each: None, or why it was refused."""
         answers: list[GymCaptureError | None] = []
         for data, epoch in puts:
             try:
-                self._put(decode_entry(data), peek_entry(data).payload_digest, epoch)
+                self._put(decode_entry(data), payload_digest(data), epoch)
                 answers.append(None)
             except (StoreError, RecordError) as error:
                 answers.append(error)
@@ -53,7 +52,7 @@ class MemoryStore:
 
     async def put_encoded(self, data: bytes, *, epoch: int) -> None:
         """`put` of an entry that the producer has encoded."""
-        self._put(decode_entry(data), peek_entry(data).payload_digest, epoch)
+        self._put(decode_entry(data), payload_digest(data), epoch)
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         self._check_open()
