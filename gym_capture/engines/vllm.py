@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import VLLMValidationError
+from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
@@ -41,7 +43,7 @@ from gym_capture.calls import (
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError
-from gym_capture.records import IdArray, WeightSpan, as_ids
+from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
 
@@ -161,16 +163,18 @@ class VllmEngine:
         )
 
     async def _chunks(
-        self, outputs: AsyncIterator[RequestOutput], call_id: str, top_logprobs: int | None
+        self, outputs: AsyncGenerator[RequestOutput], call_id: str, top_logprobs: int | None
     ) -> AsyncGenerator[GenerationChunk]:
         first = True
         try:
-            async for output in outputs:
-                (completion,) = output.outputs
-                if completion.finish_reason is None and not completion.token_ids and not completion.text:
-                    continue
-                yield self._chunk(output, completion, first=first, top_logprobs=top_logprobs)
-                first = False
+            # Closing this generator closes vLLM's, which aborts the request and frees its slot.
+            async with aclosing(outputs):
+                async for output in outputs:
+                    (completion,) = output.outputs
+                    if completion.finish_reason is None and not completion.token_ids and not completion.text:
+                        continue
+                    yield self._chunk(output, completion, first=first, top_logprobs=top_logprobs)
+                    first = False
         except VllmEngineDeadError as error:
             raise EngineDeadError("the engine process died", call_id=call_id) from error
         except EngineGenerateError as error:
@@ -183,11 +187,7 @@ class VllmEngine:
     ) -> GenerationChunk:
         ids = as_ids(np.fromiter(completion.token_ids, dtype=np.int32, count=len(completion.token_ids)))
         positions = completion.logprobs or []
-        log_probs = np.fromiter(
-            (position[token].logprob for token, position in zip(completion.token_ids, positions, strict=True)),
-            dtype=np.float32,
-            count=len(ids),
-        )
+        log_probs = sampled_log_probs(completion.token_ids, positions)
         shown = None
         if top_logprobs is not None:
             shown = tuple(
@@ -227,6 +227,18 @@ class VllmEngine:
 
     async def close(self) -> None:
         await asyncio.to_thread(self._llm.shutdown)
+
+
+def sampled_log_probs(token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]]) -> LogProbArray:
+    """float32 [G]: of each position's alternatives, that of the id which was sampled; never simply the first.
+
+    Raises `ValueError` if there is not one position for each id, `KeyError` if an id is not among its alternatives.
+    """
+    return np.fromiter(
+        (position[token].logprob for token, position in zip(token_ids, positions, strict=True)),
+        dtype=np.float32,
+        count=len(token_ids),
+    )
 
 
 def _chat_request(request: ModelRequest) -> ChatCompletionRequest:

@@ -130,14 +130,14 @@ class CallService:
                 created_at=self._clock(),
                 request_digest=hashlib.sha256(body).hexdigest(),
             )
-            begun = await self._state.begin(intent, fingerprint.turn_keys)
+            begun = await self._register(self._state, intent, fingerprint.turn_keys)
             tracked, resolution = Tracked(rollout_id, begun.epoch, fingerprint), begun.resolution
         try:
             prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
             generation, max_tokens = self._generate(request, prompt, call_id)
         except BaseException:
             if tracked is not None and self._state is not None:
-                await self._state.abandon_call(tracked.rollout_id, call_id, epoch=tracked.epoch)
+                await _abandon(self._state, tracked.rollout_id, call_id, epoch=tracked.epoch)
             raise
         return CallInFlight(
             call_id=call_id,
@@ -150,6 +150,16 @@ class CallService:
             state=self._state,
             clock=self._clock,
         )
+
+    async def _register(self, state: CallState, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
+        registering = asyncio.ensure_future(state.begin(intent, turn_keys))
+        try:
+            return await asyncio.shield(registering)
+        except asyncio.CancelledError:
+            begun = await registering
+            await _abandon(state, intent.rollout_id, intent.model_call_id, epoch=begun.epoch)
+            raise
 
     def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:
         """The conversation's fingerprint; the rollout's last one saves hashing what has not changed."""
@@ -272,10 +282,7 @@ class CallInFlight:
         if self._chunks:
             await self._commit("abort", self._turn.turn())
         else:
-            try:
-                await self._state.abandon_call(self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
-            except StoreError as error:
-                logger.warning("could not close the intent of a failed call: %s", error)
+            await _abandon(self._state, self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
 
     async def _commit(self, finish_reason: str, turn: AssistantTurn) -> None:
         if self._tracked is None or self._state is None:
@@ -341,6 +348,14 @@ class CallInFlight:
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )
+
+
+async def _abandon(state: CallState, rollout_id: str, call_id: str, *, epoch: int) -> None:
+    """Closes the intent of a call without a record; if even that fails, the open intent masks the rollout."""
+    try:
+        await state.abandon_call(rollout_id, call_id, epoch=epoch)
+    except StoreError as error:
+        logger.warning("could not close the intent of a call that ended without a record: %s", error)
 
 
 def _starts_with(ids: IdArray, prefix: IdArray) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from typing import Any
 
@@ -41,7 +42,12 @@ def made_router() -> RolloutAffinityRouter:
 def key_of(args: list[Any], *, session_id: str = "") -> str | None:
     router = made_router()
     metadata = RequestMetadata(request_id="client-made", internal_request_id="server-made", session_id=session_id)
-    key: str | None = router._routing_key(PendingRequest(args=args, kwargs={}, metadata=metadata))
+
+    async def routed() -> str | None:  # a pending request holds a future, which wants a running loop
+        key: str | None = router._routing_key(PendingRequest(args=args, kwargs={}, metadata=metadata))
+        return key
+
+    key = asyncio.run(routed())
     return key
 
 
