@@ -47,8 +47,7 @@ def key_of(args: list[Any], *, session_id: str = "") -> str | None:
         key: str | None = router._routing_key(PendingRequest(args=args, kwargs={}, metadata=metadata))
         return key
 
-    key = asyncio.run(routed())
-    return key
+    return asyncio.run(routed())
 
 
 @pytest.mark.parametrize("rollout_id", ["r1", "A_b-1.2", "x" * 128])
