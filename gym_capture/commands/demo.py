@@ -24,7 +24,7 @@ _CONFIG = Path(__file__).resolve().parents[2] / "serve_configs" / "cpu_demo.yaml
 
 def command(
     model: Annotated[str, typer.Option(help="`smollm2`, `tiny` (random weights), or a model folder.")] = "smollm2",
-    tasks: Annotated[int, typer.Option(min=1, help="Tasks.")] = 4,
+    tasks: Annotated[int, typer.Option(min=1, help="Tasks.")] = 3,
     samples: Annotated[int, typer.Option(min=2, help="Rollouts of each task: the size of a GRPO group.")] = 4,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of a call at most.")] = 48,
@@ -42,7 +42,7 @@ def command(
     """Serve a small model, roll out a tool agent, build trajectories, train one GRPO step; then compare.
 
     Everything runs on this machine: a Ray cluster of its own, `serve run`, a rollout job over HTTP, a Ray Data job,
-    one step of the reference trainer - once with prefix supply and once without. Takes about six minutes on two
+    one step of the reference trainer - once with prefix supply and once without. Takes about five minutes on two
     cores. Exits with 1 if one of its checks did not hold.
     """
     if keep is not None and keep.exists() and any(keep.iterdir()):

@@ -28,10 +28,10 @@ class Training:
     loss: float
     grad_norm: float
     trained_tokens: int
-    free_tokens: int
-    """Of these, tokens that were not sampled under a grammar, as forced tool calls are."""
+    compared_tokens: int
+    """Tokens of the first rollouts that were not sampled under a grammar, as forced tool calls are."""
     mean_abs_log_prob_difference: float
-    """Mean over the free tokens of |trainer's log probability - the recorded one|."""
+    """Mean over the compared tokens of |trainer's log probability - the recorded one|."""
     mean_importance: float
     """Mean over all trained tokens of the weight that corrects for sampling from another distribution."""
 
@@ -154,7 +154,7 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
             Check(
                 f"{name}: sampled and trained log probabilities agree",
                 difference < _LARGEST_DIFFERENCE,
-                f"mean difference {difference:.2g} over {mode.training.free_tokens} tokens, "
+                f"mean difference {difference:.2g} over {mode.training.compared_tokens} tokens, "
                 f"limit {_LARGEST_DIFFERENCE:g}",
             ),
             Check(
@@ -177,8 +177,7 @@ _ROWS: tuple[tuple[str, Callable[[Mode], str]], ...] = (
     ("delivered fraction", lambda mode: f"{mode.delivered_fraction:.3f}"),
     ("masked rollouts", lambda mode: str(mode.masked_rollouts)),
     ("trained tokens", lambda mode: str(mode.training.trained_tokens)),
-    ("of these, free of a grammar", lambda mode: str(mode.training.free_tokens)),
-    ("their mean |log prob difference|", lambda mode: f"{mode.training.mean_abs_log_prob_difference:.2g}"),
+    ("mean |log prob difference|", lambda mode: f"{mode.training.mean_abs_log_prob_difference:.2g}"),
     ("reward, mean ± std", lambda mode: f"{mode.mean_reward:.3f} ± {mode.reward_std:.3f}"),
     ("GRPO loss", lambda mode: f"{mode.training.loss:.4f}"),
     ("gradient norm", lambda mode: f"{mode.training.grad_norm:.3f}"),

@@ -50,7 +50,7 @@ class DemoOptions:
     directory: Path
     """Where everything goes: configs, logs, records, rows, Parquet."""
     loop: ToolLoopOptions
-    tasks: int = 4
+    tasks: int = 3
     samples: int = 4
     concurrency: int = 8
     seed: int = 0

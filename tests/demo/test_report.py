@@ -18,7 +18,7 @@ TRAINING = Training(
     loss=0.01,
     grad_norm=0.5,
     trained_tokens=1000,
-    free_tokens=400,
+    compared_tokens=100,
     mean_abs_log_prob_difference=1e-5,
     mean_importance=0.8,
 )
