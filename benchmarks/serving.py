@@ -19,6 +19,7 @@ import argparse
 import asyncio
 import json
 import random
+import signal
 import statistics
 import sys
 import tempfile
@@ -185,6 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=64, help="requests a round")
     options = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the servers end, too
     ok = True
     for model in options.model or ["tiny", "smollm2"]:
         for row in measure(model, rounds=options.rounds, requests=options.requests):

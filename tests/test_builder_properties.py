@@ -319,8 +319,7 @@ class Reference:
         for call_id in loss - trained:
             self.excluded[call_id] = "not_main_chain"
         wrong_digest = any(
-            entry.digest is not None
-            and entry.digest != digest_ids(np.array(self.cumulative(call_id), dtype=np.int32))
+            entry.digest is not None and entry.digest != digest_ids(np.array(self.cumulative(call_id), dtype=np.int32))
             for call_id, entry in self.calls.items()
             if call_id not in self.unplaced
         )
