@@ -49,7 +49,10 @@ def private_ray(*, cpus: int, namespace: str) -> Iterator[str]:
     # The cluster's processes inherit it. Errors of its C++ parts stand in their logs; here they would only be noise.
     first = free_port()
     ports = private_cluster_env(
-        metrics_port=free_port(), stats_port=free_port(), replica_ports=(first, first + _REPLICA_PORTS)
+        metrics_port=free_port(),
+        stats_port=free_port(),
+        fallback_port=free_port(),
+        replica_ports=(first, first + _REPLICA_PORTS),
     )
     os.environ.update(ports)
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"

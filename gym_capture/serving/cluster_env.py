@@ -23,16 +23,19 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
 }
 
 
-def private_cluster_env(*, metrics_port: int, stats_port: int, replica_ports: tuple[int, int]) -> dict[str, str]:
+def private_cluster_env(
+    *, metrics_port: int, stats_port: int, fallback_port: int, replica_ports: tuple[int, int]
+) -> dict[str, str]:
     """`CLUSTER_ENV` for a cluster beside others on one machine: no port of its own may be one of theirs.
 
-    `replica_ports`: the first and the last port that a replica may take. HAProxy may send requests to a port before
-    the replica has it; by default all clusters share one range, and another cluster's replica would answer.
+    Otherwise requests are answered by another cluster's graph. `fallback_port`: of Serve's Python proxy, to which
+    HAProxy sends what comes before a replica is there. `replica_ports`: the first and the last that a replica may take.
     """
     return {
         **CLUSTER_ENV,
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         # Nothing routes here any more once it is asked to end: there is nobody to wait for.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),
