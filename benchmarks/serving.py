@@ -137,7 +137,7 @@ def measure(model: str, *, rounds: int, requests: int) -> list[dict[str, Any]]:
                 "max_model_len": MAX_MODEL_LEN,
                 "max_num_seqs": MAX_NUM_SEQS,
             },
-            "state": {"shards": 2, "namespace": "gym-capture-bench", "directory": str(directory / "records")},
+            "state": {"shards": 1, "namespace": "gym-capture-bench", "directory": str(directory / "records")},
         }
         graph = stack.enter_context(
             served_graph(household, base=base, args=args, address=address, directory=directory, on_wait=lambda _: None)
