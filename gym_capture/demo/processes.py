@@ -77,6 +77,9 @@ class Household:
         return child
 
     def __enter__(self) -> Self:
+        # A shell that starts something in the background has it ignore interrupts, and its children inherit that.
+        if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         self._here_before = frozenset(psutil.Process().children())
         _adopt_orphans(True)
         return self

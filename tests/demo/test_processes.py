@@ -76,8 +76,8 @@ def test_an_interrupt_ends_them_too_and_a_second_one_does_not_stop_that(tmp_path
 def test_a_child_that_listens_ends_by_the_interrupt(tmp_path: Path) -> None:
     listening = textwrap.dedent("""
         import time
-        print("up", flush=True)
         try:
+            print("up", flush=True)  # inside: the interrupt may come at once
             time.sleep(600)
         except KeyboardInterrupt:
             print("down", flush=True)
