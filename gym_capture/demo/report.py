@@ -30,8 +30,8 @@ class Training:
     trained_tokens: int
     compared_tokens: int
     """Tokens of the first rollouts that were not sampled under a grammar, as forced tool calls are."""
-    mean_abs_log_prob_difference: float
-    """Mean over the compared tokens of |trainer's log probability - the recorded one|."""
+    mean_abs_log_prob_difference: float | None
+    """Mean over the compared tokens of |trainer's log probability - the recorded one|; None: there are none."""
     mean_importance: float
     """Mean over all trained tokens of the weight that corrects for sampling from another distribution."""
 
@@ -143,7 +143,6 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
     ]
     for mode in (supplied, rendered):
         name = _name(mode)
-        difference = mode.training.mean_abs_log_prob_difference
         found += [
             Check(f"{name}: every rollout finished", mode.failed_rollouts == 0, f"{mode.failed_rollouts} failed"),
             Check(
@@ -151,12 +150,7 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
                 mode.incomplete_rollouts == 0,
                 f"{mode.incomplete_rollouts} of {mode.rollouts}",
             ),
-            Check(
-                f"{name}: sampled and trained log probabilities agree",
-                difference < _LARGEST_DIFFERENCE,
-                f"mean difference {difference:.2g} over {mode.training.compared_tokens} tokens, "
-                f"limit {_LARGEST_DIFFERENCE:g}",
-            ),
+            _agreement(mode),
             Check(
                 f"{name}: the step moved the weights",
                 0.0 < mode.training.grad_norm < math.inf or mode.reward_std == 0.0,
@@ -168,6 +162,22 @@ def checks(supplied: Mode, rendered: Mode, *, leftovers: Sequence[str]) -> list[
     return found
 
 
+def _agreement(mode: Mode) -> Check:
+    """Rendered again, a rollout may deliver a forced call alone: then there is nothing to compare."""
+    promise = f"{_name(mode)}: sampled and trained log probabilities agree"
+    difference = mode.training.mean_abs_log_prob_difference
+    if difference is None:
+        return Check(promise, not mode.prefix_supply, "nothing to compare: all was sampled under a grammar")
+    tokens = mode.training.compared_tokens
+    figure = f"mean difference {difference:.2g} over {tokens} tokens, limit {_LARGEST_DIFFERENCE:g}"
+    return Check(promise, difference < _LARGEST_DIFFERENCE, figure)
+
+
+def _difference(mode: Mode) -> str:
+    difference = mode.training.mean_abs_log_prob_difference
+    return "-" if difference is None else f"{difference:.2g}"
+
+
 _ROWS: tuple[tuple[str, Callable[[Mode], str]], ...] = (
     ("rollouts", lambda mode: str(mode.rollouts)),
     ("model calls", lambda mode: str(mode.calls)),
@@ -177,7 +187,7 @@ _ROWS: tuple[tuple[str, Callable[[Mode], str]], ...] = (
     ("delivered fraction", lambda mode: f"{mode.delivered_fraction:.3f}"),
     ("masked rollouts", lambda mode: str(mode.masked_rollouts)),
     ("trained tokens", lambda mode: str(mode.training.trained_tokens)),
-    ("mean |log prob difference|", lambda mode: f"{mode.training.mean_abs_log_prob_difference:.2g}"),
+    ("mean |log prob difference|", _difference),
     ("reward, mean ± std", lambda mode: f"{mode.mean_reward:.3f} ± {mode.reward_std:.3f}"),
     ("GRPO loss", lambda mode: f"{mode.training.loss:.4f}"),
     ("gradient norm", lambda mode: f"{mode.training.grad_norm:.3f}"),

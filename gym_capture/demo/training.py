@@ -63,7 +63,7 @@ def free_of(rollouts: Iterable[TrainRollout], spans: Mapping[str, list[tuple[int
         yield replace(rollout, sequences=tuple(map(freed, rollout.sequences)))
 
 
-def _compare(trainer: GrpoTrainer, options: GrpoOptions, rollouts: Iterable[TrainRollout]) -> tuple[int, float]:
+def _compare(trainer: GrpoTrainer, options: GrpoOptions, rollouts: Iterable[TrainRollout]) -> tuple[int, float | None]:
     """How many tokens they train, and the mean |trainer's log probability - the recorded one| over them."""
     batch = step_batch(
         rollouts,
@@ -73,7 +73,7 @@ def _compare(trainer: GrpoTrainer, options: GrpoOptions, rollouts: Iterable[Trai
         pad_id=0,
     )
     if not batch.micro_batches:
-        return 0, float("inf")
+        return 0, None
     trained = torch.cat(trainer.log_probs(batch.micro_batches))
     recorded = torch.cat([micro_batch.generation_N for micro_batch in batch.micro_batches])
     return batch.trained_tokens, mismatch(trained, recorded).mean_abs_log_prob_diff

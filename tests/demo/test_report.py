@@ -80,6 +80,14 @@ def test_each_promise_is_checked(change: dict[str, Any], promise: str) -> None:
     assert promise in failing(dataclasses.replace(SUPPLIED, **change))
 
 
+def test_only_without_prefix_supply_may_there_be_nothing_to_compare() -> None:
+    nothing = dataclasses.replace(TRAINING, compared_tokens=0, mean_abs_log_prob_difference=None)
+    assert failing(rendered=dataclasses.replace(RENDERED, training=nothing)) == []
+    assert failing(dataclasses.replace(SUPPLIED, training=nothing)) == [
+        "prefix supply: sampled and trained log probabilities agree"
+    ]
+
+
 def test_equal_rewards_are_no_reason_to_move() -> None:
     still = dataclasses.replace(SUPPLIED, reward_std=0.0, training=dataclasses.replace(TRAINING, grad_norm=0.0))
     assert failing(still) == []
