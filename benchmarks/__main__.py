@@ -1,11 +1,11 @@
-"""Runs every benchmark, or those named: `python -m benchmarks [core lineage store serving]`."""
+"""Runs every benchmark, or those named: `python -m benchmarks [core store serving]`."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-BENCHMARKS = ("core", "lineage", "store", "serving")
+BENCHMARKS = ("core", "store", "serving")
 
 
 def main(names: list[str]) -> int:
