@@ -102,6 +102,9 @@ def _terminate_like_an_interrupt() -> Callable[[], bool]:
         received.append(number)
         signal.raise_signal(signal.SIGINT)
 
+    # A shell that starts a command in the background has it ignore interrupts; then neither signal would end it.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, handler)
     return lambda: bool(received)
 
