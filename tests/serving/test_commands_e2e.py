@@ -1,0 +1,59 @@
+"""The commands of the README, one after the other, on a served graph: roll out, build, train."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ray
+
+from gym_capture.models import tiny_dir
+from tests.serving.graph import Graph
+
+pytestmark = pytest.mark.engine
+
+
+def gym_capture(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command on the graph's cluster."""
+    address = ray.get_runtime_context().gcs_address
+    return subprocess.run(
+        [sys.executable, "-m", "gym_capture.cli", *map(str, arguments)],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
+    play = ("rollouts", "run", "--url", graph.url, "--namespace", graph.namespace, "--out", tmp_path / "job")
+    play += ("--generate", "2", "--samples", "2")
+    played = gym_capture(*play)
+    assert played.returncode == 0, played.stderr
+    assert "4 of 4 rollouts finished" in played.stderr
+    rows = [json.loads(line) for line in (tmp_path / "job" / "rollouts.jsonl").read_text().splitlines()]
+    assert sorted(row["rollout_id"] for row in rows) == [
+        f"job.register-0-{task}.{n}" for task in (0, 1) for n in (0, 1)
+    ]
+    assert all(row["n_calls"] == 3 for row in rows)
+
+    again = gym_capture(*play)
+    assert "4 of 4 rollouts finished; 4 of them before" in again.stderr
+
+    built = gym_capture(
+        "build-job", tmp_path / "job" / "rollouts.jsonl", "--namespace", graph.namespace, "--out", tmp_path / "parquet"
+    )
+    assert built.returncode == 0, built.stderr
+    report = json.loads((tmp_path / "parquet" / "_report.json").read_text())
+    assert (report["requested"], report["complete"], report["trajectories"]) == (4, 4, 4)
+    assert report["generated_tokens_delivered"] == report["generated_tokens_captured"] > 0
+
+    trained = gym_capture("train-step", "--model", tiny_dir(), "--data", tmp_path / "parquet", "--json")
+    assert trained.returncode == 0, trained.stderr
+    metrics = json.loads(trained.stdout)
+    assert metrics["trained_tokens"] == report["generated_tokens_delivered"]
