@@ -265,7 +265,7 @@ def _tool_calls(value: object, at: str) -> tuple[ToolCall, ...]:
         function = fields.mapping(call.get("function"), f"{at}.{index}.function")
         arguments = function.get("arguments")
         if isinstance(arguments, dict):
-            arguments = orjson.dumps(arguments).decode()
+            arguments = fields.json_text(arguments, f"{at}.{index}.function.arguments")
         elif arguments is not None and not isinstance(arguments, str):
             raise fields.wrong_type(f"{at}.{index}.function.arguments", "a string", arguments)
         calls.append(

@@ -40,6 +40,8 @@ def integer(body: Mapping[str, Any], key: str, *, minimum: int | None = None) ->
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise wrong_type(key, "an integer", value)
+    if not -(2**63) <= value < 2**63:
+        raise InvalidRequestError(f"{key} is out of range", param=key)
     if minimum is not None and value < minimum:
         raise InvalidRequestError(f"{key} must be at least {minimum}: got {value}", param=key)
     return value
@@ -58,7 +60,10 @@ def number(body: Mapping[str, Any], key: str) -> float | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(key, "a number", value)
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidRequestError(f"{key} is out of range", param=key) from None
 
 
 def mapping(value: object, param: str) -> Mapping[str, Any]:
@@ -81,9 +86,17 @@ def tool(name: str, description: str | None, parameters: object, param: str, *, 
     return Tool(
         name=name,
         description=description or "",
-        parameters_json=json.dumps(schema, sort_keys=True, separators=(",", ":"), ensure_ascii=False),
+        parameters_json=json_text(schema, f"{param}.parameters"),
         strict=bool(strict),
     )
+
+
+def json_text(value: Mapping[str, Any], param: str) -> str:
+    """Canonical JSON text: sorted keys, no spaces. Raises `InvalidRequestError` for what is nested too deep."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    except RecursionError:
+        raise InvalidRequestError(f"{param} is nested too deep", param=param) from None
 
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")

@@ -371,7 +371,7 @@ def _arguments(text: str) -> dict[str, Any]:
     """
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

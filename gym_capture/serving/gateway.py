@@ -19,6 +19,7 @@ from typing import Final
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity
 from gym_capture.dialects.chat import ChatDialect
@@ -94,6 +95,8 @@ class _Edge:
             if request.stream:
                 return await self._streamed(http, call, dialect, identity)
             return await self._whole(http, call, dialect, identity)
+        except ClientDisconnect:  # while its body was still on the way
+            return Response(status_code=499)
         except Exception as error:  # noqa: BLE001 - the boundary that classifies
             return _error_response(dialect, classify(error))
 
