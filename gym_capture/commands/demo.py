@@ -110,7 +110,9 @@ def _run(
     console.print(table(modes))
     for check in found:
         mark = "[green]✓[/]" if check.held else "[red]✗[/]"
-        console.print(f"{mark} {escape(check.promise)} [dim]({escape(check.figure)})[/]", highlight=False, soft_wrap=True)
+        console.print(
+            f"{mark} {escape(check.promise)} [dim]({escape(check.figure)})[/]", highlight=False, soft_wrap=True
+        )
     if json_file is not None:
         json_file.write_text(to_json(modes, found) + "\n", encoding="utf-8")
     return all(check.held for check in found)
