@@ -2,8 +2,8 @@
 
 Claims, as ratios of medians of interleaved rounds: the graph with capture on makes at least 0.95 of the tokens per
 second of vLLM's own OpenAI server with the small real model (0.80 whole and 0.75 streamed with the tiny one, where the
-engine costs almost nothing and every hop shows), and, with the real model, at least 0.95 of itself with capture off. Prints one JSON object a
-line; exits non-zero if a claim does not hold.
+engine costs almost nothing and every hop shows), and, with the real model, at least 0.95 of itself with capture off.
+Prints one JSON object a line; exits non-zero if a claim does not hold.
 
 The load: 16 concurrent clients, one short prompt each, exactly 64 generated tokens, temperature 1; for the graph each
 request is a rollout of its own, so each pays for an intent, a commit and an `fdatasync`. Capture off is the same
