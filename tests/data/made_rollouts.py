@@ -80,13 +80,13 @@ class MadeSource:
         return snapshot(rollout_id)
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        raise NotImplementedError
+        raise AssertionError("a build only freezes")
 
     async def clear(self, rollout_id: str) -> None:
-        raise NotImplementedError
+        raise AssertionError("a build only freezes")
 
     async def rollout_ids(self) -> Sequence[str]:
-        raise NotImplementedError
+        raise AssertionError("a build only freezes")
 
     async def close(self) -> None:
         pass
