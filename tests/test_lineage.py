@@ -379,7 +379,9 @@ def test_retries_and_prompts_rendered_anew_share_what_they_have_in_common() -> N
     traced, own = traced_bytes_of_index(calls)
     unique_ids = 10_000 + 20 * 50 + 100 + 20 * 50
     assert traced <= 6 * unique_ids + 1_000 * len(calls)
-    assert traced < own < 1.25 * traced, "its own account has the hash states too, which tracemalloc does not see"
+    # OpenSSL allocates hash states where tracemalloc does not see them: one for the prompt, one for each continuation.
+    hash_states = 280 * (1 + 20 + 20)
+    assert traced < own < 1.2 * (traced + hash_states)
 
 
 def test_retries_that_generated_the_same_cost_no_ids() -> None:

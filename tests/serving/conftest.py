@@ -29,10 +29,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     """The graph as a user serves it, with a random small model: one for the session, it takes half a minute."""
     directory = tmp_path_factory.mktemp("graph")
     base = yaml.safe_load(CPU_DEMO.read_text(encoding="utf-8"))
-    # A random model would fill the white space that JSON allows until its limit.
-    compact = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
     args = {
-        "engine_args": {**base["applications"][0]["args"]["engine_args"], **compact},
         "model": str(tiny_dir()),
         "state": {"shards": 2, "namespace": NAMESPACE, "directory": str(directory / "records")},
     }
