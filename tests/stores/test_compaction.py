@@ -184,7 +184,10 @@ def test_no_copy_of_a_record_follows_the_tombstone_that_retires_it(tmp_path: Pat
 
     asyncio.run(scenario())
     frames = [frame for segment in read_segments(tmp_path) for frame in segment.frames if frame.rollout_id == "small"]
-    assert [frame.type for frame in frames] == [RecordType.RETIRED]
+    types = [frame.type for frame in frames]
+    # Clearing sets off a pass of its own, whose copies may be there already: before the tombstone they are harmless.
+    assert types.count(RecordType.RETIRED) == 1
+    assert types[-1] is RecordType.RETIRED
 
 
 def test_consumed_records_stay_with_keep_records(tmp_path: Path) -> None:
