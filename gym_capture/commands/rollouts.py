@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -52,7 +53,9 @@ def run(
     environment: Annotated[
         str, typer.Option(help="Import path of the environment's factory.")
     ] = "gym_capture.rollouts.environment:Register",
-    job_id: Annotated[str | None, typer.Option(help="First part of rollout ids; by default the name of OUT.")] = None,
+    job_id: Annotated[
+        str | None, typer.Option(help="First part of rollout ids; by default the name of OUT and a random part.")
+    ] = None,
     model: Annotated[str, typer.Option(help="The model name to ask for.")] = "policy",
     samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 4,
     concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
@@ -77,7 +80,7 @@ def run(
     make_environment = load(environment)
     tasks = read_tasks(tasks_file) if tasks_file else make_environment.tasks(generate, seed=seed)
     job = JobOptions(
-        job_id=job_id or out.resolve().name,
+        job_id=job_id or _job_id(out),
         samples=samples,
         concurrency=concurrency,
         max_attempts=max_attempts,
@@ -111,6 +114,18 @@ def run(
     console.print(summarized(summary), highlight=False)
     if summary.failed:
         raise typer.Exit(1)
+
+
+def _job_id(out: Path) -> str:
+    """That of the job in `out`, if there is one, else a new one.
+
+    A name alone would do harm: a job in another folder of the same name would take the first one's rollout ids, and
+    clearing them before it plays would put its tokens under the first one's rewards.
+    """
+    try:
+        return str(json.loads((out / "job.json").read_text(encoding="utf-8"))["job_id"])
+    except FileNotFoundError:
+        return f"{out.resolve().name}-{uuid.uuid4().hex[:8]}"
 
 
 def with_progress(

@@ -55,7 +55,8 @@ def command(
 ) -> None:
     """Train one GRPO step, and report how far the trainer's log probabilities are from those recorded.
 
-    Exits with 1 if the weights were not moved: nothing to train on, or a gradient that is not finite.
+    Exits with 1 if no update was made: nothing to train on, or a gradient that is not finite. A gradient of zero is an
+    update that moves nothing, and is warned of.
     """
     if temperature <= 0:
         raise ConfigError(f"--temperature must be positive: got {temperature}; greedy sampling has no policy gradient")
@@ -103,6 +104,9 @@ def command(
         Console().print(metrics_table(metrics))
     if not metrics.updates:
         raise typer.Exit(1)
+    if metrics.grad_norm == 0:
+        note = "the gradient is zero, so the weights did not move: are the rewards of each group equal?"
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/] {note}")
 
 
 def metrics_table(metrics: StepMetrics) -> Table:

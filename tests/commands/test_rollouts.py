@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gym_capture.commands.rollouts import read_tasks, summarized, with_progress
+from gym_capture.commands.rollouts import _job_id, read_tasks, summarized, with_progress
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Task
 from gym_capture.rollouts.job import JobSummary
@@ -72,3 +73,13 @@ def test_a_resumed_job_says_so() -> None:
     assert summarized(JobSummary((row(0), row(1)), resumed=1, failures=Counter())) == (
         "2 of 2 rollouts finished; 1 of them before"
     )
+
+
+def test_jobs_in_folders_of_one_name_have_rollouts_of_their_own_and_a_resumed_one_keeps_its(tmp_path: Path) -> None:
+    first, second = tmp_path / "a" / "job", tmp_path / "b" / "job"
+    ids = [_job_id(first), _job_id(second)]
+    assert ids[0] != ids[1]
+    assert all(job_id.startswith("job-") for job_id in ids)
+    first.mkdir(parents=True)
+    (first / "job.json").write_text(json.dumps({"job_id": ids[0]}), encoding="utf-8")
+    assert _job_id(first) == ids[0]
