@@ -41,6 +41,10 @@ class ModelRequest:
     """How many alternatives the client wants to see for each token; None: it asked for no log probabilities."""
     stream: bool = False
     include_usage: bool = False
+    raw_prompt: str | None = None
+    """Text to continue as it is, without a chat template; the conversation is empty then."""
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of the body that the dialect's reply repeats. Nobody else reads them."""
 
 
 # --- what streams back ------------------------------------------------------------------------------------------

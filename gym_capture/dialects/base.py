@@ -3,8 +3,8 @@
 Invariant: a dialect is pure. It never sees a token id, and whatever a client sends ends as a `ModelRequest` or as an
 `InvalidRequestError` that names the parameter.
 
-Flow: `parse(body)` -> the graph generates -> `reply(...)` for a whole body, or a `StreamEncoder`: `start`, `events`...,
-then exactly one of `finish` (after the record is durable) or `error`.
+Flow: `parse(body)` -> the graph generates -> `reply(...)` for a whole body, or a `StreamEncoder`: `start`, `events`...
+with `keep_alive` wherever nothing is ready, then exactly one of `finish` (after the record is durable) or `error`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class ApiError:
 
     status: int
     kind: str
-    """A name from a closed set: invalid_request, context_length, not_found, unknown_model, authentication, permission,
-    conflict, overloaded, internal."""
+    """A name from a closed set: invalid_request, context_length, too_large, not_found, unknown_model, authentication,
+    permission, conflict, overloaded, internal."""
     message: str
     param: str | None = None
     retry_after_s: float | None = None
@@ -47,7 +47,13 @@ class ReplyIdentity:
 class StreamEncoder(Protocol):
     """Encodes one reply as server-sent events."""
 
-    def start(self) -> bytes: ...
+    def start(self, prompt_tokens: int) -> bytes:
+        """What says that a reply is coming; `prompt_tokens` is the length of its prompt."""
+        ...
+
+    def keep_alive(self) -> bytes:
+        """Tells client and proxies that the connection lives, and nothing else. Fits between any two events."""
+        ...
 
     def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
         """Bytes of what is new; may be empty."""
@@ -65,15 +71,24 @@ class StreamEncoder(Protocol):
 class Dialect(Protocol):
     """One wire API."""
 
+    @property
+    def id_prefix(self) -> str:
+        """How ids of its replies begin."""
+        ...
+
     def parse(self, body: bytes) -> ModelRequest:
         """Raises `InvalidRequestError`."""
         ...
 
-    def reply(self, identity: ReplyIdentity, reply: ModelReply) -> bytes: ...
+    def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes: ...
 
     def stream(self, request: ModelRequest, identity: ReplyIdentity) -> StreamEncoder: ...
 
     def error(self, error: ApiError) -> bytes: ...
+
+    def status(self, error: ApiError) -> int:
+        """The HTTP status by which this API's clients know such an error."""
+        ...
 
 
 def parse_object(body: bytes) -> Mapping[str, Any]:

@@ -41,6 +41,7 @@ from gym_capture.errors import InvalidRequestError
 _ERROR_TYPES: Final = {
     "invalid_request": ("invalid_request_error", None),
     "context_length": ("invalid_request_error", "context_length_exceeded"),
+    "too_large": ("invalid_request_error", "request_too_large"),
     "not_found": ("invalid_request_error", None),
     "unknown_model": ("invalid_request_error", "model_not_found"),
     "authentication": ("authentication_error", "invalid_api_key"),
@@ -53,6 +54,8 @@ _ERROR_TYPES: Final = {
 
 class ChatDialect:
     """`POST /v1/chat/completions`."""
+
+    id_prefix = "chatcmpl-"
 
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
@@ -83,7 +86,7 @@ class ChatDialect:
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         )
 
-    def reply(self, identity: ReplyIdentity, reply: ModelReply) -> bytes:
+    def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes:
         turn = reply.turn
         content = None if turn.tool_calls and not turn.text else turn.text
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -117,6 +120,9 @@ class ChatDialect:
     def error(self, error: ApiError) -> bytes:
         return orjson.dumps(_error(error))
 
+    def status(self, error: ApiError) -> int:
+        return error.status
+
 
 class _ChatStream:
     """Chunks are assembled from a prefix encoded once: one JSON string is all that a text delta costs."""
@@ -131,8 +137,11 @@ class _ChatStream:
         self._prefix = b"data: " + orjson.dumps(head)[:-1]
         self._include_usage = include_usage
 
-    def start(self) -> bytes:
+    def start(self, prompt_tokens: int) -> bytes:
         return self._chunk(b'{"role":"assistant","content":""}')
+
+    def keep_alive(self) -> bytes:
+        return b": keep-alive\n\n"
 
     def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
         shown = b"null"

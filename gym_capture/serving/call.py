@@ -239,6 +239,10 @@ class CallInFlight:
         self._turn = TurnBuilder()
         self._committing: asyncio.Task[None] | None = None
 
+    @property
+    def prompt_tokens(self) -> int:
+        return int(self._prompt.ids.size)
+
     async def events(self) -> AsyncIterator[tuple[Sequence[ReplyEvent], tuple[TokenLogProb, ...] | None]]:
         """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
         async for chunk in self._generation.chunks:

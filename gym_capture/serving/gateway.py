@@ -111,7 +111,7 @@ class _Edge:
             finally:
                 if not ended:
                     await asyncio.shield(call.fail())
-            return dialect.reply(identity, reply)
+            return dialect.reply(call.request, identity, reply)
 
         body = await _unless_gone(http, generate())
         return Response(status_code=_GONE) if body is None else Response(body, media_type=_JSON)
@@ -122,7 +122,7 @@ class _Edge:
 
         async def frames() -> AsyncGenerator[bytes]:
             ended = False
-            pending = encoder.start()
+            pending = encoder.start(call.prompt_tokens)
             try:
                 async for events, log_probs in call.events():
                     yield pending + encoder.events(events, log_probs)

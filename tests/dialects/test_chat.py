@@ -31,6 +31,7 @@ from gym_capture.errors import InvalidRequestError
 from gym_capture.fingerprint import Fingerprinter
 
 CHAT = ChatDialect()
+REQUEST = ModelRequest(requested_model="gpt-whatever", conversation=Conversation(items=()))
 IDENTITY = ReplyIdentity(call_id="chatcmpl-1", model="gpt-whatever", created=1_700_000_000)
 USAGE = Usage(prompt_tokens=7, completion_tokens=3, cached_tokens=4)
 USER = {"role": "user", "content": "hi"}
@@ -345,13 +346,13 @@ def reply_to(events: tuple[ReplyEvent, ...], *, finish_reason: str = "stop", **f
 def streamed(events: tuple[ReplyEvent, ...], reply: ModelReply, *, include_usage: bool = False) -> bytes:
     request = parse(stream=True, stream_options={"include_usage": include_usage})
     encoder = CHAT.stream(request, IDENTITY)
-    return b"".join([encoder.start(), *(encoder.events((event,), None) for event in events), encoder.finish(reply)])
+    return b"".join([encoder.start(3), *(encoder.events((event,), None) for event in events), encoder.finish(reply)])
 
 
 @pytest.mark.parametrize("events", [(), TEXT, CALLS, SILENT_CALL], ids=["nothing", "text", "calls", "only a call"])
 def test_the_sdk_reads_the_same_turn_streamed_and_whole(events: tuple[ReplyEvent, ...]) -> None:
     reply = reply_to(events)
-    whole = ChatCompletion.model_validate_json(CHAT.reply(IDENTITY, reply))
+    whole = ChatCompletion.model_validate_json(CHAT.reply(REQUEST, IDENTITY, reply))
     assert (whole.id, whole.model, whole.created) == ("chatcmpl-1", "gpt-whatever", 1_700_000_000)
     (choice,) = whole.choices
     assert choice.finish_reason == "stop"
@@ -387,22 +388,22 @@ def from_chunks(parts: list[ChatCompletionChunk]) -> AssistantTurn:
 
 
 def test_a_turn_of_calls_alone_has_null_content() -> None:
-    message = json.loads(CHAT.reply(IDENTITY, reply_to(SILENT_CALL)))["choices"][0]["message"]
+    message = json.loads(CHAT.reply(REQUEST, IDENTITY, reply_to(SILENT_CALL)))["choices"][0]["message"]
     assert message["content"] is None
-    assert json.loads(CHAT.reply(IDENTITY, reply_to(())))["choices"][0]["message"]["content"] == ""
+    assert json.loads(CHAT.reply(REQUEST, IDENTITY, reply_to(())))["choices"][0]["message"]["content"] == ""
 
 
 @pytest.mark.parametrize("events", [TEXT, CALLS], ids=["text", "calls"])
 def test_CH_07_cut_off_is_said_streamed_and_whole(events: tuple[ReplyEvent, ...]) -> None:
     reply = reply_to(events, finish_reason="length")
-    whole = ChatCompletion.model_validate_json(CHAT.reply(IDENTITY, reply))
+    whole = ChatCompletion.model_validate_json(CHAT.reply(REQUEST, IDENTITY, reply))
     assert whole.choices[0].finish_reason == "length"
     assert chunks(streamed(events, reply))[-1].choices[0].finish_reason == "length"
 
 
 def test_usage_is_in_every_whole_reply_and_in_streams_that_ask() -> None:
     reply = reply_to(TEXT)
-    usage = ChatCompletion.model_validate_json(CHAT.reply(IDENTITY, reply)).usage
+    usage = ChatCompletion.model_validate_json(CHAT.reply(REQUEST, IDENTITY, reply)).usage
     assert usage is not None
     assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (7, 3, 10)
     assert usage.prompt_tokens_details is not None
@@ -414,7 +415,7 @@ def test_usage_is_in_every_whole_reply_and_in_streams_that_ask() -> None:
 
 def test_log_probs_are_shown_streamed_and_whole() -> None:
     shown = (TokenLogProb("é", -0.5, (("é", -0.5), ("x", float("-inf")))), TokenLogProb("", float("-inf")))
-    whole = ChatCompletion.model_validate_json(CHAT.reply(IDENTITY, reply_to(TEXT, log_probs=shown)))
+    whole = ChatCompletion.model_validate_json(CHAT.reply(REQUEST, IDENTITY, reply_to(TEXT, log_probs=shown)))
     logprobs = whole.choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
