@@ -104,6 +104,11 @@ class StateShard:
         epoch = await store.begin_call(intent)
         return Begun(epoch, self._lineage.resolve(intent.rollout_id, turn_keys))
 
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        """`begin` without an intent: for a request that is only measured."""
+        await self._opened()
+        return self._lineage.resolve(rollout_id, turn_keys)
+
     async def put(self, data: bytes, epoch: int) -> None:
         store = await self._opened()
         entry = decode_entry(data)
@@ -135,6 +140,7 @@ class StateShard:
 
 _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "begin": StateShard.begin,
+    "resolve": StateShard.resolve,
     "put": StateShard.put,
     "abandon_call": StateShard.abandon_call,
     "mark_incomplete": StateShard.mark_incomplete,
@@ -167,7 +173,7 @@ def start_shards(*, namespace: str, shards: int, store: str, store_kwargs: Mappi
 
 
 class StateClient:
-    """Reaches the shard of a rollout. One object for all rollouts; also a `TokenSink` and a `TokenSource`."""
+    """Reaches the shard of a rollout. One object for all rollouts; a `TokenSink`, a `TokenSource`, a `LineageStore`."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
         self._shards = list(shards)
@@ -184,6 +190,9 @@ class StateClient:
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         return cast(Begun, await self._batched(intent.rollout_id, "begin", intent, tuple(turn_keys)))
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        return cast(Resolution, await self._batched(rollout_id, "resolve", rollout_id, tuple(turn_keys)))
 
     async def begin_call(self, intent: CallIntent) -> int:
         return (await self.begin(intent, ())).epoch
