@@ -78,15 +78,31 @@ def array(value: object, param: str) -> Sequence[Any]:
     return value
 
 
-def tool(name: str, description: str | None, parameters: object, param: str, *, strict: bool | None = None) -> Tool:
-    """A function tool. Missing parameters mean: no arguments."""
+def strings(value: object, param: str) -> Sequence[str]:
+    items = array(value, param)
+    for index, item in enumerate(items):
+        if not isinstance(item, str):
+            raise wrong_type(f"{param}.{index}", "a string", item)
+    return items
+
+
+def tool(
+    name: str,
+    description: str | None,
+    parameters: object,
+    param: str,
+    *,
+    key: str = "parameters",
+    strict: bool | None = None,
+) -> Tool:
+    """A function tool. Missing parameters mean: no arguments. `key`: what the dialect calls them."""
     if parameters is not None and not isinstance(parameters, dict):
-        raise wrong_type(f"{param}.parameters", "an object", parameters)
+        raise wrong_type(f"{param}.{key}", "an object", parameters)
     schema = parameters or {"type": "object", "properties": {}}
     return Tool(
         name=name,
         description=description or "",
-        parameters_json=json_text(schema, f"{param}.parameters"),
+        parameters_json=json_text(schema, f"{param}.{key}"),
         strict=bool(strict),
     )
 
@@ -115,12 +131,8 @@ def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
     stop = body.get("stop")
     if isinstance(stop, str):
         stop = [stop]
-    if stop is not None:
-        for index, item in enumerate(array(stop, "stop")):
-            if not isinstance(item, str):
-                raise wrong_type(f"stop.{index}", "a string", item)
-        if stop:
-            found["stop"] = list(stop)
+    if stop is not None and (texts := strings(stop, "stop")):
+        found["stop"] = list(texts)
     bias = body.get("logit_bias")
     if bias is not None:
         for key, value in mapping(bias, "logit_bias").items():
