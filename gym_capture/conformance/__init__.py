@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from gym_capture.conformance.checks import CHECKS, DURABILITY_CHECKS
 from gym_capture.conformance.support import (
@@ -34,11 +36,16 @@ __all__ = [
     "Reopen",
     "Result",
     "Store",
+    "contract_of",
     "run_check",
     "run_conformance",
+    "run_one",
     "sample_entry",
     "sample_intent",
 ]
+
+
+_StoreT = TypeVar("_StoreT", bound=Store)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,24 +65,31 @@ class Result:
 
 async def run_conformance(factory: Factory, *, reopen: Reopen | None = None, timeout_s: float = 60.0) -> list[Result]:
     """Puts stores that `factory` makes through every check, those about restarts only if there is a `reopen`."""
-    results = [await _run(name, check, factory, timeout_s) for name, check in CHECKS.items()]
+    results = [await run_one(name, check, factory, timeout_s) for name, check in CHECKS.items()]
     if reopen is not None:
         for name, durability_check in DURABILITY_CHECKS.items():
-            results.append(await _run(name, _with_reopen(durability_check, reopen), factory, timeout_s))
+            results.append(await run_one(name, _with_reopen(durability_check, reopen), factory, timeout_s))
     return results
 
 
 async def run_check(name: str, factory: Factory, *, reopen: Reopen | None = None, timeout_s: float = 60.0) -> Result:
     """One check by its name. Raises `KeyError` for a name that is in neither list."""
     if name in CHECKS:
-        return await _run(name, CHECKS[name], factory, timeout_s)
+        return await run_one(name, CHECKS[name], factory, timeout_s)
     check = DURABILITY_CHECKS[name]
     if reopen is None:
-        return Result(name, _contract(check), "needs a way to reopen the store")
-    return await _run(name, _with_reopen(check, reopen), factory, timeout_s)
+        return Result(name, contract_of(check), "needs a way to reopen the store")
+    return await run_one(name, _with_reopen(check, reopen), factory, timeout_s)
 
 
-async def _run(name: str, check: Check, factory: Factory, timeout_s: float) -> Result:
+async def run_one(
+    name: str,
+    check: Callable[[_StoreT], Awaitable[None]],
+    factory: Callable[[], Awaitable[_StoreT]],
+    timeout_s: float,
+) -> Result:
+    """Puts one store that `factory` makes through `check`. Whatever either raises is the result."""
+
     async def attempt() -> None:
         store = await factory()
         try:
@@ -86,12 +100,12 @@ async def _run(name: str, check: Check, factory: Factory, timeout_s: float) -> R
     # Gathered, not awaited: whatever a foreign store raises is a result of the suite, not an end to it.
     (outcome,) = await asyncio.gather(asyncio.wait_for(attempt(), timeout_s), return_exceptions=True)
     if outcome is None:
-        return Result(name, _contract(check), None)
+        return Result(name, contract_of(check), None)
     if isinstance(outcome, ConformanceError):
-        return Result(name, _contract(check), str(outcome))
+        return Result(name, contract_of(check), str(outcome))
     if isinstance(outcome, TimeoutError):
-        return Result(name, _contract(check), f"did not finish within {timeout_s:g} s")
-    return Result(name, _contract(check), f"raised {outcome!r}")
+        return Result(name, contract_of(check), f"did not finish within {timeout_s:g} s")
+    return Result(name, contract_of(check), f"raised {outcome!r}")
 
 
 def _with_reopen(check: DurabilityCheck, reopen: Reopen) -> Check:
@@ -102,5 +116,6 @@ def _with_reopen(check: DurabilityCheck, reopen: Reopen) -> Check:
     return run
 
 
-def _contract(check: Check | DurabilityCheck) -> str:
+def contract_of(check: Callable[..., object]) -> str:
+    """The sentence that a check checks: its docstring, on one line."""
     return " ".join((inspect.getdoc(check) or "").split())

@@ -1,0 +1,190 @@
+"""The contract of lineage, over the state actors' own class, and over stores that get it wrong."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from gym_capture.codec import decode_snapshot, encode_entry
+from gym_capture.conformance import Result
+from gym_capture.conformance.lineage import (
+    LINEAGE_CHECKS,
+    LINEAGE_DURABILITY_CHECKS,
+    StoreWithLineage,
+    run_lineage_check,
+)
+from gym_capture.lineage import LineageIndex
+from gym_capture.protocols import Resolution, Resolved
+from gym_capture.records import CallIntent, Snapshot, TokenEntry, Unresolved
+from gym_capture.serving.state import StateShard
+from gym_capture.stores.log import LogStore
+from gym_capture.stores.memory import MemoryStore
+
+
+class Shard:
+    """What a replica's client does with a state actor, with the actor's object in its place."""
+
+    def __init__(self, directory: Path, store: str = f"{__name__}:open_log") -> None:
+        self._shard = StateShard(index=0, shards=1, store=store, store_kwargs={}, directory=str(directory))
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        return (await self._shard.begin(intent, ())).epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await self._shard.put(encode_entry(entry.as_delta()), epoch)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._shard.abandon_call(rollout_id, call_id, epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        await self._shard.mark_incomplete(rollout_id, reason, epoch)
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        return decode_snapshot(await self._shard.freeze(rollout_id))
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await self._shard.drop(rollout_id, snapshot_id, version)
+
+    async def clear(self, rollout_id: str) -> None:
+        await self._shard.clear(rollout_id)
+
+    async def rollout_ids(self) -> Sequence[str]:
+        return await self._shard.rollout_ids()
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        return await self._shard.resolve(rollout_id, turn_keys)
+
+    async def close(self) -> None:
+        """An actor that ends takes its store's lock with it; this one is asked to let go."""
+        while OPENED:
+            await OPENED.pop().close()
+
+
+OPENED: list[LogStore] = []
+"""The stores of shards that have not been closed."""
+
+
+async def open_log(*, directory: Path) -> LogStore:
+    """The store that a shard hosts by default."""
+    store = await LogStore.open(directory)
+    OPENED.append(store)
+    return store
+
+
+class Recorded(MemoryStore):
+    """A store and an index of what it acknowledged, in one process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = LineageIndex()
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await super().put(entry, epoch=epoch)
+        self.index.add(entry)
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await super().drop(rollout_id, snapshot_id, version)
+        self.index.forget(rollout_id)
+
+    async def clear(self, rollout_id: str) -> None:
+        await super().clear(rollout_id)
+        self.index.forget(rollout_id)
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        return self.index.resolve(rollout_id, turn_keys)
+
+
+@pytest.mark.parametrize("name", LINEAGE_CHECKS)
+def test_lineage_index_keeps_the_contract(name: str) -> None:
+    async def recorded() -> Recorded:
+        return Recorded()
+
+    _assert_passed(asyncio.run(run_lineage_check(name, recorded)))
+
+
+@pytest.mark.parametrize("name", [*LINEAGE_CHECKS, *LINEAGE_DURABILITY_CHECKS])
+def test_state_shard_keeps_the_contract(name: str, tmp_path: Path) -> None:
+    async def shard() -> Shard:
+        return Shard(tmp_path)
+
+    async def reopen(store: StoreWithLineage) -> StoreWithLineage:
+        await store.close()
+        return await shard()
+
+    _assert_passed(asyncio.run(run_lineage_check(name, shard, reopen=reopen)))
+
+
+class OffByOne(Recorded):
+    """Leaves out the stop token, as who decodes and tokenizes again does."""
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        found = await super().resolve(rollout_id, turn_keys)
+        return Resolved(found.call_id, found.turn, found.cumulative_ids[:-1]) if isinstance(found, Resolved) else found
+
+
+class Promiscuous(Recorded):
+    """Has one conversation for all rollouts."""
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        answers = [self.index.resolve(rollout_id, turn_keys) for rollout_id in await self.rollout_ids()]
+        found = [answer for answer in answers if isinstance(answer, Resolved)]
+        return found[0] if found else self.index.resolve(rollout_id, turn_keys)
+
+
+class Late(Recorded):
+    """Shows a record some time after it acknowledged it."""
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await MemoryStore.put(self, entry, epoch=epoch)
+        asyncio.get_running_loop().call_later(0.001, self.index.add, entry)
+
+
+class NeverForgets(Recorded):
+    """Keeps what earlier attempts said."""
+
+    async def clear(self, rollout_id: str) -> None:
+        await MemoryStore.clear(self, rollout_id)
+
+
+class Guesses(Recorded):
+    """Takes any of the calls that it cannot tell apart."""
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        found = await super().resolve(rollout_id, turn_keys)
+        ids = self.index.cumulative_ids(rollout_id, "c1")
+        return found if found != Unresolved("ambiguous") or ids is None else Resolved("c1", 1, ids)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name", "failure"),
+    [
+        (OffByOne, "recorded_call_is_resolved", "cumulative ids: got [1, 2, 3, 4], expected [1, 2, 3, 4, 5]"),
+        (Promiscuous, "never_across_rollouts", "before the other rollout has a call: got Resolved"),
+        (Late, "put_is_visible_when_acknowledged", "call c0 must be the parent: got Unresolved"),
+        (NeverForgets, "earlier_attempts_are_forgotten", "after clear: got Resolved"),
+        (Guesses, "different_ids_are_ambiguous", "resolution: got Resolved"),
+    ],
+)
+def test_suite_reports_what_a_lineage_does_wrong(wrong: type[Recorded], name: str, failure: str) -> None:
+    async def made() -> Recorded:
+        return wrong()
+
+    result = asyncio.run(run_lineage_check(name, made))
+    assert (result.failure or "").startswith(failure)
+
+
+def test_a_check_of_restarts_needs_a_way_to_restart() -> None:
+    async def made() -> Recorded:
+        return Recorded()
+
+    (name,) = LINEAGE_DURABILITY_CHECKS
+    result = asyncio.run(run_lineage_check(name, made))
+    assert result.failure == "needs a way to reopen the store"
+    assert result.contract.startswith("After a restart")
+
+
+def _assert_passed(result: Result) -> None:
+    assert result.passed, f"{result.contract}\n{result.failure}"
