@@ -100,7 +100,7 @@ class ChatDialect:
         choice = {
             "index": 0,
             "message": message,
-            "logprobs": None if reply.log_probs is None else {"content": [_log_prob(p) for p in reply.log_probs]},
+            "logprobs": None if reply.log_probs is None else {"content": [log_prob(p) for p in reply.log_probs]},
             "finish_reason": reply.finish_reason,
         }
         return orjson.dumps(
@@ -146,7 +146,7 @@ class _ChatStream:
     def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
         shown = b"null"
         if log_probs is not None:
-            shown = orjson.dumps({"content": [_log_prob(p) for p in log_probs]})
+            shown = orjson.dumps({"content": [log_prob(p) for p in log_probs]})
             if not events:
                 return self._chunk(b"{}", log_probs=shown)
         out: list[bytes] = []
@@ -186,7 +186,9 @@ def _delta(event: ReplyEvent) -> bytes:
             return orjson.dumps({"tool_calls": [{"index": index, "function": {"arguments": arguments}}]})
 
 
-def _log_prob(shown: TokenLogProb) -> dict[str, Any]:
+def log_prob(shown: TokenLogProb) -> dict[str, Any]:
+    """A token's log probability as OpenAI's APIs spell it."""
+
     def one(token: str, log_prob: float) -> dict[str, Any]:
         # JSON has no -inf; OpenAI uses -9999 for "as good as impossible".
         return {"token": token, "logprob": max(log_prob, -9999.0), "bytes": list(token.encode())}
@@ -224,45 +226,20 @@ def _item(value: object, at: str) -> Item:
     message = fields.mapping(value, at)
     role = fields.required_string(message, "role", at=f"{at}.")
     if role in ("system", "developer", "user"):
-        return Message(role, _text(message.get("content"), f"{at}.content"))
+        return Message(role, fields.text(message.get("content"), f"{at}.content"))
     if role == "assistant":
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         return AssistantTurn(
-            text=_text(message.get("content"), f"{at}.content", optional=True),
+            text=fields.text(message.get("content"), f"{at}.content", optional=True),
             tool_calls=_tool_calls(message.get("tool_calls"), f"{at}.tool_calls"),
             reasoning=reasoning if isinstance(reasoning, str) else "",
         )
     if role == "tool":
         call_id = fields.required_string(message, "tool_call_id", at=f"{at}.")
-        return ToolResult(call_id, _text(message.get("content"), f"{at}.content", optional=True))
+        return ToolResult(call_id, fields.text(message.get("content"), f"{at}.content", optional=True))
     raise InvalidRequestError(
         f"{at}.role must be system, developer, user, assistant or tool: got {role[:40]!r}", param=f"{at}.role"
     )
-
-
-def _text(content: object, at: str, *, optional: bool = False) -> str:
-    """A string, or the texts of its parts."""
-    if isinstance(content, str):
-        return content
-    if content is None:
-        if optional:
-            return ""
-        raise InvalidRequestError(f"{at} is missing", param=at)
-    texts: list[str] = []
-    for index, value in enumerate(fields.array(content, at)):
-        part = fields.mapping(value, f"{at}.{index}")
-        kind = part.get("type", "text")
-        if kind in ("text", "input_text", "output_text", "refusal"):
-            text = part.get("refusal" if kind == "refusal" else "text")
-            if not isinstance(text, str):
-                raise fields.wrong_type(f"{at}.{index}.text", "a string", text)
-            texts.append(text)
-        else:
-            raise InvalidRequestError(
-                f"{at}.{index}: content of type {str(kind)[:40]!r} is not supported: this model takes text only",
-                param=f"{at}.{index}.type",
-            )
-    return "".join(texts)
 
 
 def _tool_calls(value: object, at: str) -> tuple[ToolCall, ...]:

@@ -78,6 +78,31 @@ def array(value: object, param: str) -> Sequence[Any]:
     return value
 
 
+def text(content: object, param: str, *, optional: bool = False) -> str:
+    """Content as OpenAI's APIs have it: a string, or the texts of its parts as they are."""
+    if isinstance(content, str):
+        return content
+    if content is None:
+        if optional:
+            return ""
+        raise InvalidRequestError(f"{param} is missing", param=param)
+    texts: list[str] = []
+    for index, value in enumerate(array(content, param)):
+        part = mapping(value, f"{param}.{index}")
+        kind = part.get("type", "text")
+        if kind in ("text", "input_text", "output_text", "refusal"):
+            piece = part.get("refusal" if kind == "refusal" else "text")
+            if not isinstance(piece, str):
+                raise wrong_type(f"{param}.{index}.text", "a string", piece)
+            texts.append(piece)
+        else:
+            raise InvalidRequestError(
+                f"{param}.{index}: content of type {str(kind)[:40]!r} is not supported: this model takes text only",
+                param=f"{param}.{index}.type",
+            )
+    return "".join(texts)
+
+
 def strings(value: object, param: str) -> Sequence[str]:
     items = array(value, param)
     for index, item in enumerate(items):
