@@ -132,10 +132,13 @@ def tool(
     )
 
 
-def json_text(value: Mapping[str, Any], param: str) -> str:
-    """Canonical JSON text: sorted keys, no spaces. Raises `InvalidRequestError` for what is nested too deep."""
+def json_text(value: Mapping[str, Any], param: str, *, sort_keys: bool = True) -> str:
+    """Canonical JSON text: sorted keys, no spaces. Raises `InvalidRequestError` for what is nested too deep.
+
+    What a template writes out again, as it does the arguments of a call, keeps the order of its keys.
+    """
     try:
-        return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return json.dumps(value, sort_keys=sort_keys, separators=(",", ":"), ensure_ascii=False)
     except RecursionError:
         raise InvalidRequestError(f"{param} is nested too deep", param=param) from None
 
