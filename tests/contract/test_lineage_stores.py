@@ -42,6 +42,12 @@ class Shard:
     async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
         await self._shard.mark_incomplete(rollout_id, reason, epoch)
 
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._shard.mark_delivered(rollout_id, call_id, epoch)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._shard.mark_undelivered(rollout_id, call_id, epoch)
+
     async def freeze(self, rollout_id: str) -> Snapshot:
         return decode_snapshot(await self._shard.freeze(rollout_id))
 
@@ -97,12 +103,14 @@ class Recorded(MemoryStore):
         return self.index.resolve(rollout_id, turn_keys)
 
 
+async def open_recorded(*, directory: Path | None = None) -> Recorded:
+    """Opened as a state actor opens a store."""
+    return Recorded()
+
+
 @pytest.mark.parametrize("name", LINEAGE_CHECKS)
 def test_lineage_index_keeps_the_contract(name: str) -> None:
-    async def recorded() -> Recorded:
-        return Recorded()
-
-    _assert_passed(asyncio.run(run_lineage_check(name, recorded)))
+    _assert_passed(asyncio.run(run_lineage_check(name, open_recorded)))
 
 
 @pytest.mark.parametrize("name", [*LINEAGE_CHECKS, *LINEAGE_DURABILITY_CHECKS])
@@ -177,11 +185,8 @@ def test_suite_reports_what_a_lineage_does_wrong(wrong: type[Recorded], name: st
 
 
 def test_a_check_of_restarts_needs_a_way_to_restart() -> None:
-    async def made() -> Recorded:
-        return Recorded()
-
     (name,) = LINEAGE_DURABILITY_CHECKS
-    result = asyncio.run(run_lineage_check(name, made))
+    result = asyncio.run(run_lineage_check(name, open_recorded))
     assert result.failure == "needs a way to reopen the store"
     assert result.contract.startswith("After a restart")
 

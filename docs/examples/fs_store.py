@@ -1,0 +1,356 @@
+"""A store on anything that `pyarrow.fs` reaches: S3, GCS, Azure, HDFS, a local folder.
+
+Invariant: a write is acknowledged when its object is whole in the file system, and a restart finds exactly what was
+acknowledged, plus possibly some that was under way. Nothing is asked of the file system but to write, read, list and
+delete whole objects: no append, no rename, no lock, no order of listing.
+
+Flow: a write is *decided* by `RolloutBook`, the state machine that every store of gym-capture shares -> the fact that
+comes out becomes one object -> it is *applied*. Facts are a set: an object that is there twice, or listed late, or that
+belongs to an attempt that is over, changes nothing. So opening is: list, read, apply.
+
+    <rollout id>~<epoch>~<kind>~<hash of the call id or reason>        16 bytes of digest, then the fact
+
+`drop` and `clear` write a tombstone, which says that lower epochs do not count, and then delete their objects. The
+tombstone stays; a lifecycle rule may expire it, because epochs start from the clock and are never given out again.
+
+Configure it with `state.store: fs_store:open_store` and `state.store_kwargs: {uri: "s3://bucket/records"}`; check it
+with `gym-capture conformance fs_store:open_store --durability`. One store at a time may have a folder open.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
+
+import pyarrow.fs
+
+from gym_capture.codec import (
+    decode_intent,
+    decode_or_problem,
+    encode_delta,
+    encode_intent,
+    payload_digest,
+    peek_entry,
+    with_delivery,
+)
+from gym_capture.errors import RecordError, StoreUnavailableError
+from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
+from gym_capture.rollout_state import (
+    Abandoned,
+    Begun,
+    Committed,
+    Decision,
+    DeliveryKnown,
+    Event,
+    MarkedIncomplete,
+    ProblemFound,
+    Retired,
+)
+from gym_capture.stores.book import RolloutBook
+
+_T = TypeVar("_T")
+
+_DIGEST_BYTES: Final = 16
+_REQUESTS_AT_A_TIME: Final = 16
+
+
+async def open_store(*, directory: str | Path, uri: str | None = None) -> FsStore:
+    """The store of one shard.
+
+    `directory` is the shard's own: its last part names the folder below `uri`; without a `uri` it is the folder.
+    """
+    if uri is None:
+        return await FsStore.open(pyarrow.fs.LocalFileSystem(), str(directory))
+    fs, root = pyarrow.fs.FileSystem.from_uri(uri)
+    return await FsStore.open(fs, f"{root}/{Path(directory).name}")
+
+
+class FsStore:
+    """A `TokenSink` and a `TokenSource` on one folder of objects. Made by `open`; lives on one event loop."""
+
+    def __init__(self, objects: _Objects, threads: ThreadPoolExecutor, book: RolloutBook) -> None:
+        self._objects = objects
+        self._threads = threads
+        self._book = book
+        self._names: dict[str, set[_Name]] = {}
+        """The objects of each rollout, those whose writing failed included: they may be there."""
+        # A lock lives as long as somebody holds it or waits for it.
+        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._under_way: set[asyncio.Future[None]] = set()
+        self._is_closed = False
+
+    @classmethod
+    async def open(cls, fs: Any, root: str) -> FsStore:
+        """Opens a folder, making it if it is not there, and reads it. `fs`: a `pyarrow.fs.FileSystem`."""
+        threads = ThreadPoolExecutor(_REQUESTS_AT_A_TIME, thread_name_prefix="fs-store")
+        # A clock, so that no epoch comes again even after all objects that tell of it were deleted.
+        store = cls(_Objects(fs, root), threads, RolloutBook(next_epoch=time.time_ns()))
+        await store._read_back()
+        return store
+
+    # writing
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        epoch = 0
+
+        def decide() -> Decision:
+            nonlocal epoch
+            epoch, decision = self._book.begin(intent)
+            return decision
+
+        await self._write(intent.rollout_id, decide, encode_intent(intent))
+        return epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        rollout_id, call_id, encoded = entry.rollout_id, entry.model_call_id, encode_delta(entry)
+        digest = payload_digest(encoded)
+        await self._write(rollout_id, lambda: self._book.put(rollout_id, call_id, digest, epoch=epoch), encoded)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(rollout_id, lambda: self._book.abandon(rollout_id, call_id, epoch=epoch))
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        await self._write(rollout_id, lambda: self._book.mark_incomplete(rollout_id, reason, epoch=epoch))
+
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(rollout_id, lambda: self._book.mark_delivery(rollout_id, call_id, True, epoch=epoch))
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(rollout_id, lambda: self._book.mark_delivery(rollout_id, call_id, False, epoch=epoch))
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await self._write(rollout_id, lambda: self._book.drop(rollout_id, snapshot_id, version, now=time.time()))
+
+    async def clear(self, rollout_id: str) -> None:
+        await self._write(rollout_id, lambda: self._book.clear(rollout_id, now=time.time()))
+
+    # reading
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        self._check_open()
+        async with self._lock(rollout_id):
+            facts = self._book.freeze(rollout_id)
+            state = self._book.live(rollout_id)
+            call_ids = sorted(state.committed) if state is not None else []
+            epoch = state.epoch if state is not None else 0
+            names = [_Name.of(rollout_id, epoch, "entry", call_id) for call_id in call_ids]
+            payloads = await asyncio.gather(*(self._run(self._objects.read, name) for name in names))
+        read = [
+            RecordProblem(reason="corrupt_object", call_id=call_id, field=None, detail=f"{name} cannot be read")
+            if payload is None
+            else decode_or_problem(payload, call_id=call_id)
+            for name, call_id, payload in zip(names, call_ids, payloads, strict=True)
+        ]
+        return Snapshot(
+            rollout_id=rollout_id,
+            snapshot_id=facts.snapshot_id,
+            version=facts.version,
+            entries=with_delivery((each for each in read if isinstance(each, TokenEntry)), facts.delivery),
+            incomplete=facts.incomplete,
+            problems=(*facts.problems, *(each for each in read if isinstance(each, RecordProblem))),
+        )
+
+    async def rollout_ids(self) -> Sequence[str]:
+        self._check_open()
+        return self._book.live_ids()
+
+    async def close(self) -> None:
+        self._is_closed = True
+        await asyncio.gather(*self._under_way, return_exceptions=True)
+        self._threads.shutdown()
+
+    # decide, make durable, apply
+
+    async def _write(self, rollout_id: str, decide: Callable[[], Decision], encoded: bytes = b"") -> None:
+        self._check_open()
+        # A caller that goes away must not leave an object behind that the book does not know.
+        writing = asyncio.ensure_future(self._settle(rollout_id, decide, encoded))
+        self._under_way.add(writing)
+        writing.add_done_callback(self._under_way.discard)
+        await asyncio.shield(writing)
+
+    async def _settle(self, rollout_id: str, decide: Callable[[], Decision], encoded: bytes) -> None:
+        async with self._lock(rollout_id):
+            event, error = decide()
+            if event is not None:
+                name, payload = _object_of(rollout_id, event, encoded)
+                self._names.setdefault(rollout_id, set()).add(name)
+                try:
+                    await self._run(self._objects.write, name, payload)
+                except StoreUnavailableError:
+                    self._book.give_up(rollout_id)
+                    raise
+                self._book.apply(rollout_id, event)
+                if isinstance(event, Retired):
+                    await self._delete([old for old in self._names[rollout_id] if old.epoch < event.epoch])
+            if error is not None:
+                raise error
+
+    async def _read_back(self) -> None:
+        damaged: list[_Name] = []
+        names: list[_Name] = await self._run(self._objects.list)
+        payloads = await asyncio.gather(*(self._run(self._objects.read, name) for name in names))
+        for name, payload in zip(names, payloads, strict=True):
+            self._names.setdefault(name.rollout_id, set()).add(name)
+            event = None if payload is None else _event_of(name, payload)
+            if event is None:
+                damaged.append(name)
+            else:
+                self._book.apply(name.rollout_id, event)
+        for name in damaged:
+            # Its writing was never finished, or it was damaged later: nobody knows which, so what it may belong to is
+            # masked. A tombstone that cannot be read retires nothing.
+            state = self._book.live(name.rollout_id)
+            epoch = name.epoch if state is None or name.epoch < state.epoch else state.epoch
+            problem = RecordProblem(reason="corrupt_object", call_id=None, field=None, detail=f"{name} cannot be read")
+            self._book.apply(name.rollout_id, ProblemFound(epoch, problem))
+        for rollout_id, of_rollout in self._names.items():
+            state, tombstone = self._book.live(rollout_id), self._book.tombstone(rollout_id)
+            current = max(each.epoch for each in (state, tombstone) if each is not None)
+            await self._delete([name for name in of_rollout if name.epoch < current])
+
+    async def _delete(self, names: Sequence[_Name]) -> None:
+        """Gives back space. What cannot be deleted now is deleted when the store opens next."""
+        for name in names:
+            self._names[name.rollout_id].discard(name)
+        await asyncio.gather(*(self._run(self._objects.delete, name) for name in names), return_exceptions=True)
+
+    async def _run(self, request: Callable[..., _T], *args: object) -> _T:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, partial(request, *args))
+        except OSError as error:
+            raise StoreUnavailableError(f"the file system of the records does not answer: {error}") from error
+
+    def _lock(self, rollout_id: str) -> asyncio.Lock:
+        return self._locks.setdefault(rollout_id, asyncio.Lock())
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise StoreUnavailableError("this store is closed")
+
+
+# --- objects -----------------------------------------------------------------------------------------------------
+
+
+class _Name(NamedTuple):
+    """What an object is called. `~` stands in no rollout id."""
+
+    rollout_id: str
+    epoch: int
+    kind: str
+    subject: str
+
+    @classmethod
+    def of(cls, rollout_id: str, epoch: int, kind: str, subject: str) -> _Name:
+        """`subject`: any text, of any length."""
+        return cls(rollout_id, epoch, kind, _digest(subject.encode("utf-8", "surrogatepass")).hex())
+
+    @classmethod
+    def parse(cls, text: str) -> _Name | None:
+        match text.split("~"):
+            case [rollout_id, epoch, kind, subject] if epoch.isdecimal():
+                return cls(rollout_id, int(epoch), kind, subject)
+        return None
+
+    def __str__(self) -> str:
+        return f"{self.rollout_id}~{self.epoch:020}~{self.kind}~{self.subject}"
+
+
+class _Objects:
+    """Whole objects in one folder. Blocking."""
+
+    def __init__(self, fs: Any, root: str) -> None:
+        self._fs = fs
+        self._root = root
+
+    def list(self) -> list[_Name]:
+        self._fs.create_dir(self._root, recursive=True)
+        found = self._fs.get_file_info(pyarrow.fs.FileSelector(self._root))
+        names = (_Name.parse(info.base_name) for info in found if info.type == pyarrow.fs.FileType.File)
+        return [name for name in names if name is not None]
+
+    def write(self, name: _Name, payload: bytes) -> None:
+        with self._fs.open_output_stream(f"{self._root}/{name}") as stream:
+            stream.write(_seal(name, payload) + payload)
+
+    def read(self, name: _Name) -> bytes | None:
+        """None if it is not there or not whole."""
+        try:
+            with self._fs.open_input_stream(f"{self._root}/{name}") as stream:
+                data: bytes = stream.read()
+        except FileNotFoundError:
+            return None
+        payload = data[_DIGEST_BYTES:]
+        return payload if data[:_DIGEST_BYTES] == _seal(name, payload) else None
+
+    def delete(self, name: _Name) -> None:
+        self._fs.delete_file(f"{self._root}/{name}")
+
+
+def _seal(name: _Name, payload: bytes) -> bytes:
+    """Tells a whole object from one that was cut, damaged, or copied to another name."""
+    return _digest(str(name).encode() + b"\0" + payload)
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
+
+
+# --- facts -------------------------------------------------------------------------------------------------------
+
+
+def _object_of(rollout_id: str, event: Event, encoded: bytes) -> tuple[_Name, bytes]:
+    """`encoded`: the intent or the entry of an event that has one."""
+    values: list[object]
+    match event:
+        case Begun(epoch, intent):
+            return _Name.of(rollout_id, epoch, "intent", intent.model_call_id), encoded
+        case Committed(epoch, call_id, _):
+            return _Name.of(rollout_id, epoch, "entry", call_id), encoded
+        case Abandoned(epoch, call_id):
+            kind, values = "abandoned", [call_id]
+        case MarkedIncomplete(epoch, reason):
+            kind, values = "incomplete", [reason]
+        case ProblemFound(epoch, problem):
+            kind, values = "problem", [problem.reason, problem.call_id, problem.field, problem.detail]
+        case DeliveryKnown(epoch, call_id, delivered):
+            kind, values = "delivery", [call_id, delivered]
+        case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
+            kind, values = "retired", [consumed_epoch, snapshot_id, version, retired_at, keeps_records]
+    payload = json.dumps(values)
+    return _Name.of(rollout_id, epoch, kind, payload), payload.encode()
+
+
+def _event_of(name: _Name, payload: bytes) -> Event | None:
+    """None if the object holds nothing that this version reads."""
+    try:
+        match name.kind:
+            case "intent":
+                return Begun(name.epoch, decode_intent(payload))
+            case "entry":
+                key = peek_entry(payload)
+                return Committed(name.epoch, key.call_id, key.payload_digest)
+            case "abandoned":
+                return Abandoned(name.epoch, *json.loads(payload))
+            case "incomplete":
+                return MarkedIncomplete(name.epoch, *json.loads(payload))
+            case "problem":
+                reason, call_id, field, detail = json.loads(payload)
+                return ProblemFound(
+                    name.epoch, RecordProblem(reason=reason, call_id=call_id, field=field, detail=detail)
+                )
+            case "delivery":
+                return DeliveryKnown(name.epoch, *json.loads(payload))
+            case "retired":
+                return Retired(name.epoch, *json.loads(payload))
+    except (RecordError, ValueError, TypeError):
+        return None
+    return None
