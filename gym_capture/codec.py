@@ -30,7 +30,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -79,7 +81,9 @@ _HEADER_FIELDS: Final = frozenset(
         "arrays",
     )
 )
-_SNAPSHOT_FIELDS: Final = frozenset(("rollout_id", "snapshot_id", "version", "incomplete", "problems", "entry_sizes"))
+_SNAPSHOT_FIELDS: Final = frozenset(
+    ("rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "entry_sizes")
+)
 _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest"))
 
 # The standard library's encoder and not orjson: it keeps what orjson refuses (lone surrogates, integers over 64
@@ -332,10 +336,13 @@ def encode_snapshot(snapshot: Snapshot) -> bytes:
     return join_snapshot(snapshot, [encode_entry(entry) for entry in snapshot.entries])
 
 
-def join_snapshot(snapshot: Snapshot, encoded_entries: Sequence[bytes]) -> bytes:
+def join_snapshot(
+    snapshot: Snapshot, encoded_entries: Sequence[bytes], delivery: Mapping[str, bool] = MappingProxyType({})
+) -> bytes:
     """The bytes of `snapshot` with the entries that are given encoded instead of its own.
 
-    For a store that keeps entries encoded: it ships a rollout without decoding it.
+    For a store that keeps entries encoded: it ships a rollout without decoding it. `delivery` is what became known of
+    calls after their entries were encoded (`with_delivery`).
     """
     header = _padded(
         _to_json(
@@ -345,6 +352,7 @@ def join_snapshot(snapshot: Snapshot, encoded_entries: Sequence[bytes]) -> bytes
                 "version": snapshot.version,
                 "incomplete": snapshot.incomplete,
                 "problems": [[p.reason, p.call_id, p.field, p.detail] for p in snapshot.problems],
+                "delivery": dict(delivery),
                 "entry_sizes": [len(entry) for entry in encoded_entries],
             }
         ).encode("utf-8", "surrogatepass"),
@@ -381,9 +389,19 @@ def decode_snapshot(data: bytes) -> Snapshot:
         rollout_id=header["rollout_id"],
         snapshot_id=header["snapshot_id"],
         version=header["version"],
-        entries=tuple(entries),
+        entries=with_delivery(entries, header["delivery"]),
         incomplete=tuple(header["incomplete"]),
         problems=tuple(problems),
+    )
+
+
+def with_delivery(entries: Iterable[TokenEntry], delivery: Mapping[str, bool]) -> tuple[TokenEntry, ...]:
+    """The entries, those named in `delivery` with what became known of their replies after they were recorded."""
+    return tuple(
+        replace(entry, delivered=delivery[entry.model_call_id] and entry.delivered is not False)
+        if entry.model_call_id in delivery
+        else entry
+        for entry in entries
     )
 
 

@@ -82,6 +82,24 @@ class LineageIndex:
                 return Resolved(parent.call_id, turn, parent.strand.ids(parent.end))
         return Unresolved("no_match")
 
+    def may_be_retry(self, rollout_id: str, resolution: Resolution) -> bool:
+        """Whether a recorded call may be an earlier try of a request that `resolve` gave this answer.
+
+        That is, one with the same parent; or one whose parent could not be proven, which may be any.
+        """
+        rollout = self._rollouts.get(rollout_id)
+        if rollout is None:
+            return False
+        parent = resolution.call_id if isinstance(resolution, Resolved) else None
+        return parent in rollout.continued or rollout.has_unproven
+
+    def mark_delivery(self, rollout_id: str, call_id: str, *, delivered: bool) -> None:
+        """Adds what became known of a call's reply (`TokenSink.mark_delivered`). Unknown calls are fine."""
+        rollout = self._rollouts.get(rollout_id)
+        call = rollout.calls.get(call_id) if rollout is not None else None
+        if call is not None:
+            call.delivered = delivered and call.delivered is not False
+
     def cumulative_ids(self, rollout_id: str, call_id: str) -> IdArray | None:
         """int32 [cum_len], read-only; None if the call is not indexed."""
         rollout = self._rollouts.get(rollout_id)
@@ -170,12 +188,16 @@ class _Call:
 class _Rollout:
     """The calls of one rollout."""
 
-    __slots__ = ("_latest", "calls", "nbytes", "owners")
+    __slots__ = ("_latest", "calls", "continued", "has_unproven", "nbytes", "owners")
 
     def __init__(self) -> None:
         self.calls: dict[str, _Call] = {}
         self.owners: dict[str, list[_Call]] = {}
         """By turn key: the calls that generated that turn and can be continued."""
+        self.continued: set[str | None] = set()
+        """The calls that others continue; None: there is a call without a parent."""
+        self.has_unproven = False
+        """Whether there is a call of which no parent could be proven."""
         self.nbytes = _ROLLOUT_BYTES
         self._latest: _Call | None = None
 
@@ -202,8 +224,7 @@ class _Rollout:
             digest.update(id_bytes(part))
         known = self.calls.get(entry.model_call_id)
         if known is not None:
-            same = (known.digest, known.owned_key, known.delivered)
-            if same == (digest.digest(), _owned_key(entry), entry.delivered):
+            if (known.digest, known.owned_key) == (digest.digest(), _owned_key(entry)):
                 return None
             return _problem(
                 entry, "conflicting_call_id", "model_call_id", "is that of an indexed call with other content"
@@ -224,6 +245,8 @@ class _Rollout:
             self.nbytes += strand.nbytes - bytes_before
         self.nbytes += _CALL_BYTES + sys.getsizeof(call.call_id)
         self.calls[call.call_id] = self._latest = call
+        self.continued.add(entry.parent.call_id if isinstance(entry.parent, Continues) else None)
+        self.has_unproven = self.has_unproven or isinstance(entry.parent, Unresolved)
         if call.owned_key is not None:
             if call.owned_key not in self.owners:
                 self.owners[call.owned_key] = []

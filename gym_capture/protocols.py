@@ -45,6 +45,17 @@ class TokenSink(Protocol):
         """Records that the capture of this rollout is not complete. `reason` is a name, then optionally `:detail`."""
         ...
 
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        """Records that the end of the call's reply was handed to its client's connection.
+
+        `TokenEntry.delivered` says so in snapshots from now on. Silence proves nothing (None).
+        """
+        ...
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        """Records that it could not be. If both is said of a call, it was not delivered."""
+        ...
+
     async def close(self) -> None: ...
 
 

@@ -21,6 +21,7 @@ intent may be lost (an earlier process died before it was acknowledged) or never
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
@@ -75,6 +76,18 @@ class ProblemFound:
 
 
 @dataclass(frozen=True, slots=True)
+class DeliveryKnown:
+    """The end of a call's reply was handed to its client's connection, or it is certain that it was not.
+
+    Learned after the call is recorded; of most calls, never.
+    """
+
+    epoch: int
+    call_id: str
+    delivered: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """Everything before `epoch` is gone."""
 
@@ -93,7 +106,7 @@ class Retired:
         return self.consumed_epoch is not None
 
 
-Event: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | Retired
+Event: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown | Retired
 
 
 class Decision(NamedTuple):
@@ -113,6 +126,8 @@ class FrozenFacts(NamedTuple):
     version: int
     incomplete: tuple[str, ...]
     problems: tuple[RecordProblem, ...]
+    delivery: Mapping[str, bool]
+    """Whether the reply of a call was delivered whole, of those calls of which that is known."""
 
 
 # --- the state ---------------------------------------------------------------------------------------------------
@@ -131,13 +146,15 @@ class RolloutState:
     abandoned: set[str] = field(default_factory=set)
     incomplete: set[str] = field(default_factory=set)
     problems: set[RecordProblem] = field(default_factory=set)
+    delivered: set[str] = field(default_factory=set)
+    undelivered: set[str] = field(default_factory=set)
     retired: Retired | None = None
     """How the epoch before this one ended, if this store still knows."""
 
     @property
     def version(self) -> int:
         """Number of facts; 0 for a rollout of which nothing is recorded."""
-        return len(self.begun) + len(self.committed) + len(self.abandoned) + len(self.incomplete) + len(self.problems)
+        return sum(map(len, self._facts()))
 
     @property
     def is_live(self) -> bool:
@@ -183,6 +200,12 @@ class RolloutState:
             return self._refused(None)
         return _NOTHING if reason in self.incomplete else Decision(MarkedIncomplete(epoch, reason))
 
+    def mark_delivery(self, call_id: str, delivered: bool, *, epoch: int) -> Decision:
+        if epoch != self.epoch:
+            return self._refused(call_id)
+        known = self.delivered if delivered else self.undelivered
+        return _NOTHING if call_id in known else Decision(DeliveryKnown(epoch, call_id, delivered))
+
     def drop(self, snapshot_id: str, version: int, *, next_epoch: int, now: float, keep: bool) -> Decision:
         """Retires the snapshot if it is the current one; nothing if it is the one retired last."""
         if version == self.version and snapshot_id == self.snapshot_id():
@@ -222,6 +245,8 @@ class RolloutState:
                 return reason in self.incomplete
             case ProblemFound(_, problem):
                 return problem in self.problems
+            case DeliveryKnown(_, call_id, delivered):
+                return call_id in (self.delivered if delivered else self.undelivered)
             case Retired():
                 return self.retired is not None
 
@@ -242,19 +267,28 @@ class RolloutState:
                 self.incomplete.add(reason)
             case ProblemFound(_, problem):
                 self.problems.add(problem)
+            case DeliveryKnown(_, call_id, delivered):
+                (self.delivered if delivered else self.undelivered).add(call_id)
             case Retired():
                 self.retired = event
 
     # reading
 
     def freeze(self) -> FrozenFacts:
-        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
+        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete.
+
+        A reply that is said both to have been delivered and not to have been was not: a connection can turn out to have
+        been lost after everything was handed to it.
+        """
         dangling = self.begun - self.committed.keys() - self.abandoned
         return FrozenFacts(
             snapshot_id=self.snapshot_id(),
             version=self.version,
             incomplete=(*sorted(self.incomplete), *(f"dangling_intent:{call_id}" for call_id in sorted(dangling))),
             problems=tuple(sorted(self.problems, key=lambda p: (p.reason, p.call_id or "", p.detail))),
+            delivery={
+                call_id: call_id not in self.undelivered for call_id in sorted(self.delivered | self.undelivered)
+            },
         )
 
     def snapshot_id(self) -> str:
@@ -268,6 +302,8 @@ class RolloutState:
         _feed(hasher, *sorted(self.abandoned))
         _feed(hasher, *sorted(self.incomplete))
         _feed(hasher, *sorted(repr(problem) for problem in self.problems))
+        _feed(hasher, *sorted(self.delivered))
+        _feed(hasher, *sorted(self.undelivered))
         return hasher.hexdigest()
 
     def _problem(self, problem: RecordProblem) -> Decision:
@@ -279,8 +315,14 @@ class RolloutState:
     def _start_epoch(self, epoch: int) -> None:
         self.epoch = epoch
         self.retired = None
-        for facts in (self.begun, self.committed, self.abandoned, self.incomplete, self.problems):
+        for facts in self._facts():
             facts.clear()
+
+    def _facts(self) -> tuple[set[str] | dict[str, bytes] | set[RecordProblem], ...]:
+        return (
+            *(self.begun, self.committed, self.abandoned, self.incomplete),
+            *(self.problems, self.delivered, self.undelivered),
+        )
 
 
 def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:

@@ -9,7 +9,7 @@ import contextlib
 import shutil
 import tempfile
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,6 +32,7 @@ from gym_capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
+    DeliveryKnown,
     Event,
     MarkedIncomplete,
     ProblemFound,
@@ -63,10 +64,16 @@ class Attempt:
     abandoned: set[str] = field(default_factory=set)
     marks: set[str] = field(default_factory=set)
     conflicts: set[str] = field(default_factory=set)
+    deliveries: set[tuple[str, bool]] = field(default_factory=set)
 
     @property
     def facts(self) -> int:
-        return sum(map(len, (self.begun, self.recorded, self.abandoned, self.marks, self.conflicts)))
+        return sum(map(len, (self.begun, self.recorded, self.abandoned, self.marks, self.conflicts, self.deliveries)))
+
+    def shown(self, call_id: str) -> TokenEntry:
+        """The call's record as a snapshot shows it: with what was said of its reply's delivery, no before yes."""
+        said = [delivered for marked, delivered in self.deliveries if marked == call_id]
+        return replace(self.recorded[call_id], delivered=all(said) if said else None)
 
 
 @dataclass(frozen=True)
@@ -168,6 +175,18 @@ class StoreMachine(RuleBasedStateMachine):
             self.run(operation)
             self.attempt(writer.rollout_id).marks.add(reason)
 
+    @rule(writer=writers, call_id=CALLS, delivered=st.booleans())
+    def mark_delivery(self, writer: Writer, call_id: str, delivered: bool) -> None:
+        """Of a call that may have no record yet, or never gets one."""
+        mark = self.store.mark_delivered if delivered else self.store.mark_undelivered
+        operation = mark(writer.rollout_id, call_id, epoch=writer.epoch)
+        if self.is_late(writer):
+            with pytest.raises(RetiredRolloutError):
+                self.run(operation)
+        else:
+            self.run(operation)
+            self.attempt(writer.rollout_id).deliveries.add((call_id, delivered))
+
     @rule(target=snapshots, rollout_id=ROLLOUTS)
     def freeze(self, rollout_id: str) -> tuple[Snapshot, int | None]:
         return self.run(self.store.freeze(rollout_id)), self.attempt(rollout_id).epoch
@@ -214,7 +233,7 @@ class StoreMachine(RuleBasedStateMachine):
             assert snapshot.version == attempt.facts
             got = {entry.model_call_id: encode_entry(entry) for entry in snapshot.entries}
             assert len(got) == len(snapshot.entries)
-            assert got == {call_id: encode_entry(entry) for call_id, entry in attempt.recorded.items()}
+            assert got == {call_id: encode_entry(attempt.shown(call_id)) for call_id in attempt.recorded}
             dangling = sorted(attempt.begun - attempt.recorded.keys() - attempt.abandoned)
             assert snapshot.incomplete == (*sorted(attempt.marks), *(f"dangling_intent:{c}" for c in dangling))
             assert [problem.call_id for problem in snapshot.problems] == sorted(attempt.conflicts)
@@ -293,6 +312,7 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
         EPOCHS,
         CALLS.map(lambda call_id: RecordProblem(reason="p", call_id=call_id, field=None, detail="")),
     ),
+    st.builds(DeliveryKnown, EPOCHS, CALLS, st.booleans()),
     EPOCHS.map(lambda epoch: Retired(epoch, epoch - 1, "s", 1, 0.0, keeps_records=False)),
 )
 

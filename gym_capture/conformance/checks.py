@@ -210,6 +210,30 @@ async def incomplete_marks_are_kept(store: Store) -> None:
     expect_entries(snapshot, entry)
 
 
+async def delivery_marks_show_in_the_record(store: Store) -> None:
+    """What is said of a reply's delivery shows in the call's record and bumps the version, in any order."""
+    first, epoch = await run_call(store, "r", "c1")
+    await store.mark_undelivered("r", "c2", epoch=epoch)
+    second, _ = await run_call(store, "r", "c2")
+    third, _ = await run_call(store, "r", "c3")
+    unmarked, _ = await run_call(store, "r", "c4")
+    before = await store.freeze("r")
+    for _ in range(2):
+        await store.mark_delivered("r", "c1", epoch=epoch)
+        await store.mark_undelivered("r", "c3", epoch=epoch)
+        await store.mark_delivered("r", "c3", epoch=epoch)
+    after = await store.freeze("r")
+    expect_equal(after.version, before.version + 3, "version after three new facts, each said twice")
+    expect(after.snapshot_id != before.snapshot_id, "the snapshot id must change with the content")
+    said = {"c1": True, "c2": False, "c3": False, "c4": None}
+    expect_equal({entry.model_call_id: entry.delivered for entry in after.entries}, said, "delivered")
+    marked = (replace(entry, delivered=said[entry.model_call_id]) for entry in (first, second, third, unmarked))
+    expect_entries(after, *marked)
+    for entry in (first, second, third, unmarked):
+        await store.put(entry, epoch=epoch)
+    expect_same(await store.freeze("r"), after)
+
+
 async def concurrent_puts_all_arrive(store: Store) -> None:
     """Calls of many rollouts at the same moment are all there, each exactly once."""
     calls = [(f"r{index % 5}", f"c{index}") for index in range(60)]
@@ -238,6 +262,7 @@ async def every_write_bumps_the_version(store: Store) -> None:
         lambda: store.begin_call(sample_intent("r", "d")),
         lambda: store.abandon_call("r", "d", epoch=epoch),
         lambda: store.mark_incomplete("r", "why", epoch=epoch),
+        lambda: store.mark_delivered("r", "c", epoch=epoch),
     )
     before = await store.freeze("r")
     for write in writes:
@@ -367,6 +392,8 @@ async def _expect_late_writes_refused(store: Store, epoch: int) -> None:
         ("a late repeat", store.put(sample_entry("r", "c"), epoch=epoch)),
         ("a late mark", store.mark_incomplete("r", "late", epoch=epoch)),
         ("a late abandon", store.abandon_call("r", "c", epoch=epoch)),
+        ("a late delivery", store.mark_delivered("r", "c", epoch=epoch)),
+        ("a late loss", store.mark_undelivered("r", "c", epoch=epoch)),
     ):
         await expect_error(write, RetiredRolloutError, what)
 
@@ -379,7 +406,9 @@ async def snapshot_survives_a_restart(store: Store, reopen: Reopen) -> None:
     entry, epoch = await run_call(store, "r", "c")
     await store.begin_call(sample_intent("r", "open"))
     await store.mark_incomplete("r", "why", epoch=epoch)
+    await store.mark_undelivered("r", "c", epoch=epoch)
     before = await store.freeze("r")
+    expect_equal([entry.delivered for entry in before.entries], [False], "delivered")
     store = await reopen(store)
     expect_same(await store.freeze("r"), before)
     expect_equal(await store.begin_call(sample_intent("r", "open")), epoch, "epoch")
@@ -430,6 +459,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         conflicting_put_is_refused,
         one_of_two_conflicting_puts_wins,
         incomplete_marks_are_kept,
+        delivery_marks_show_in_the_record,
         concurrent_puts_all_arrive,
         freeze_repeats,
         every_write_bumps_the_version,

@@ -41,6 +41,8 @@ class RecordStore(Protocol):
     async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def freeze(self, rollout_id: str) -> Snapshot: ...
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None: ...
     async def clear(self, rollout_id: str) -> None: ...
@@ -54,6 +56,8 @@ class Begun:
 
     epoch: int
     resolution: Resolution
+    may_be_retry: bool = False
+    """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
 
 
 class StateShard:
@@ -102,7 +106,8 @@ class StateShard:
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         store = await self._opened()
         epoch = await store.begin_call(intent)
-        return Begun(epoch, self._lineage.resolve(intent.rollout_id, turn_keys))
+        resolution = self._lineage.resolve(intent.rollout_id, turn_keys)
+        return Begun(epoch, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         """`begin` without an intent: for a request that is only measured."""
@@ -123,6 +128,14 @@ class StateShard:
     async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
         await (await self._opened()).mark_incomplete(rollout_id, reason, epoch=epoch)
 
+    async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        await (await self._opened()).mark_delivered(rollout_id, call_id, epoch=epoch)
+        self._lineage.mark_delivery(rollout_id, call_id, delivered=True)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        await (await self._opened()).mark_undelivered(rollout_id, call_id, epoch=epoch)
+        self._lineage.mark_delivery(rollout_id, call_id, delivered=False)
+
     async def freeze(self, rollout_id: str) -> bytes:
         return encode_snapshot(await (await self._opened()).freeze(rollout_id))
 
@@ -137,6 +150,10 @@ class StateShard:
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).rollout_ids()
 
+    async def close(self) -> None:
+        """Lets go of the store, for whoever opens it next. An actor needs no such end: its process has one."""
+        await (await self._opened()).close()
+
 
 _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "begin": StateShard.begin,
@@ -144,6 +161,8 @@ _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "put": StateShard.put,
     "abandon_call": StateShard.abandon_call,
     "mark_incomplete": StateShard.mark_incomplete,
+    "mark_delivered": StateShard.mark_delivered,
+    "mark_undelivered": StateShard.mark_undelivered,
 }
 
 
@@ -205,6 +224,12 @@ class StateClient:
 
     async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
         await self._batched(rollout_id, "mark_incomplete", rollout_id, reason, epoch)
+
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "mark_delivered", rollout_id, call_id, epoch)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "mark_undelivered", rollout_id, call_id, epoch)
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         return decode_snapshot(

@@ -61,6 +61,12 @@ class RolloutBook:
             return Decision(error=retired_error(rollout_id, None))
         return state.mark_incomplete(reason, epoch=epoch)
 
+    def mark_delivery(self, rollout_id: str, call_id: str, delivered: bool, *, epoch: int) -> Decision:
+        state = self._find(rollout_id)
+        if state is None:
+            return Decision(error=retired_error(rollout_id, call_id))
+        return state.mark_delivery(call_id, delivered, epoch=epoch)
+
     def drop(self, rollout_id: str, snapshot_id: str, version: int, *, now: float, keep: bool = False) -> Decision:
         """Of a rollout that is unknown there is nothing to retire: it never was, or its tombstone was swept."""
         state = self._find(rollout_id)
@@ -117,7 +123,7 @@ class RolloutBook:
     def freeze(self, rollout_id: str) -> FrozenFacts:
         state = self.live(check_rollout_id(rollout_id))
         if state is None:
-            return FrozenFacts(snapshot_id=empty_snapshot_id(rollout_id), version=0, incomplete=(), problems=())
+            return FrozenFacts(empty_snapshot_id(rollout_id), version=0, incomplete=(), problems=(), delivery={})
         return state.freeze()
 
     def _find(self, rollout_id: str) -> RolloutState | None:

@@ -58,6 +58,7 @@ class RecordType(enum.IntEnum):
     INCOMPLETE = 4
     PROBLEM = 5
     RETIRED = 6
+    DELIVERY = 7
 
 
 class SegmentHeader(NamedTuple):

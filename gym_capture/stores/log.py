@@ -191,6 +191,16 @@ class LogStore:
             lambda: self._index.book.mark_incomplete(rollout_id, reason, epoch=epoch),
         )
 
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(
+            rollout_id, call_id, lambda: self._index.book.mark_delivery(rollout_id, call_id, True, epoch=epoch)
+        )
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._write(
+            rollout_id, call_id, lambda: self._index.book.mark_delivery(rollout_id, call_id, False, epoch=epoch)
+        )
+
     # reading
 
     async def freeze(self, rollout_id: str) -> Snapshot:

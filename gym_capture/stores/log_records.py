@@ -8,7 +8,16 @@ from typing import Any, Final
 from gym_capture.codec import decode_intent, peek_entry
 from gym_capture.errors import CorruptLogError, RecordError
 from gym_capture.records import RecordProblem
-from gym_capture.rollout_state import Abandoned, Begun, Committed, Event, MarkedIncomplete, ProblemFound, Retired
+from gym_capture.rollout_state import (
+    Abandoned,
+    Begun,
+    Committed,
+    DeliveryKnown,
+    Event,
+    MarkedIncomplete,
+    ProblemFound,
+    Retired,
+)
 from gym_capture.stores.frames import Draft, Frame, RecordType, pack_key
 
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
@@ -28,6 +37,8 @@ def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
         case ProblemFound(epoch, problem):
             payload = _pack([problem.reason, problem.call_id, problem.field, problem.detail])
             return Draft(RecordType.PROBLEM, epoch, pack_key(rollout_id, problem.call_id or ""), payload)
+        case DeliveryKnown(epoch, call_id, delivered):
+            return Draft(RecordType.DELIVERY, epoch, pack_key(rollout_id, call_id), _pack([delivered]))
         case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
             payload = _pack([consumed_epoch, snapshot_id, version, retired_at, keeps_records])
             return Draft(RecordType.RETIRED, epoch, pack_key(rollout_id), payload)
@@ -50,6 +61,9 @@ def event_of(frame: Frame) -> Event:
                 return ProblemFound(
                     frame.epoch, RecordProblem(reason=reason, call_id=call_id, field=field, detail=detail)
                 )
+            case RecordType.DELIVERY:
+                (delivered,) = _unpack(frame.payload)
+                return DeliveryKnown(frame.epoch, frame.call_id, bool(delivered))
             case RecordType.RETIRED:
                 return Retired(frame.epoch, *_unpack(frame.payload))
     except (RecordError, ValueError, TypeError) as error:

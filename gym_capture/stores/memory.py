@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gym_capture.codec import decode_entry, encode_delta, payload_digest
+from gym_capture.codec import decode_entry, encode_delta, payload_digest, with_delivery
 from gym_capture.errors import GymCaptureError, RecordError, StoreError, StoreUnavailableError
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.rollout_state import Committed, Decision
@@ -62,6 +62,14 @@ class MemoryStore:
         self._check_open()
         self._settle(rollout_id, self._book.mark_incomplete(rollout_id, reason, epoch=epoch))
 
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.mark_delivery(rollout_id, call_id, True, epoch=epoch))
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        self._check_open()
+        self._settle(rollout_id, self._book.mark_delivery(rollout_id, call_id, False, epoch=epoch))
+
     async def freeze(self, rollout_id: str) -> Snapshot:
         self._check_open()
         facts = self._book.freeze(rollout_id)
@@ -69,7 +77,7 @@ class MemoryStore:
             rollout_id=rollout_id,
             snapshot_id=facts.snapshot_id,
             version=facts.version,
-            entries=tuple(self._entries.get(rollout_id, {}).values()),
+            entries=with_delivery(self._entries.get(rollout_id, {}).values(), facts.delivery),
             incomplete=facts.incomplete,
             problems=facts.problems,
         )

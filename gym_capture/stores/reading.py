@@ -45,7 +45,7 @@ def read_snapshot(
         incomplete=facts.incomplete,
         problems=tuple(problems),
     )
-    return join_snapshot(snapshot, encoded)
+    return join_snapshot(snapshot, encoded, facts.delivery)
 
 
 def read_record(reader: SegmentReader, location: Location) -> Frame | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +26,8 @@ class LocalActor:
     def __getattr__(self, name: str) -> _Method:
         return _Method(getattr(self.shard, name))
 
-    def restart(self) -> None:
+    async def restart(self) -> None:
+        await self.shard.close()
         self.shard = self._make()
 
 
@@ -52,9 +54,5 @@ def client_of(*actors: LocalActor) -> StateClient:
 
 def client(directory: Path, *, shards: int = 1, **options: Any) -> StateClient:
     """A client of shards of its own."""
-    return client_of(
-        *(
-            LocalActor(lambda index=index: shard(directory, index=index, shards=shards, **options))
-            for index in range(shards)
-        )
-    )
+    makers = (partial(shard, directory, index=index, shards=shards, **options) for index in range(shards))
+    return client_of(*map(LocalActor, makers))
