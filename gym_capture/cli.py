@@ -44,9 +44,12 @@ COMMANDS: tuple[Command, ...] = (
     Command("train-step", "train_step", "Train one step of the reference GRPO trainer on built trajectories."),
     Command("model", "model", "Prepare a small model folder from a package, without a hub."),
     Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
+    Command("records", "records", "List, verify and export the records that a graph keeps.", is_group=True),
+    Command("conformance", "conformance", "Put a store of your own through the checks that ours pass."),
     Command(
         "audit-template", "audit_template", "Show which turns of a chat template are continued from their exact ids."
     ),
+    Command("token", "token", "Print the tokens that a server with a secret asks its clients for."),
     Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
 )
 

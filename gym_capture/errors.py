@@ -17,6 +17,7 @@ that boundary nothing catches `Exception`.
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
     │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.template`)
     │   ├── ContextLengthError     the prompt does not fit the model's context
+    │   ├── RequestTooLargeError   more bytes than the server takes
     │   ├── UnknownModelError      a model this graph does not serve, on an untracked route
     │   ├── InvalidRolloutIdError  an id outside the allowed alphabet or length
     │   └── AuthenticationError    a missing or wrong token
@@ -115,6 +116,10 @@ class InvalidRequestError(RequestError):
 
 class ContextLengthError(RequestError):
     """The prompt does not fit the model's context."""
+
+
+class RequestTooLargeError(RequestError):
+    """The body has more bytes than the server takes."""
 
 
 class UnknownModelError(RequestError):

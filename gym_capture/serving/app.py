@@ -10,6 +10,7 @@ from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
 from ray.serve.config import RequestRouterConfig
 
 from gym_capture import models
+from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs
 from gym_capture.serving.policy import Policy
@@ -18,6 +19,8 @@ from gym_capture.serving.policy import Policy
 def build_app(args: GraphArgs) -> Application:
     """The Serve application. Raises `ConfigError`, naming the key, for what cannot work."""
     args = args.model_copy(update={"model": str(model_folder(args.model))})
+    if args.secret_file is not None:
+        Keyring.from_file(args.secret_file)
     if args.num_replicas == "auto" and args.autoscaling_config is None:
         raise ConfigError("num_replicas: 'auto' needs autoscaling_config (min_replicas, max_replicas...)")
     if args.num_replicas != "auto" and args.autoscaling_config is not None:

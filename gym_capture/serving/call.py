@@ -12,10 +12,8 @@ Token arrays stay between the engine and the state actors.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
-import uuid
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -62,6 +60,9 @@ class CallState(Protocol):
     async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +82,7 @@ class Tracked:
     rollout_id: str
     epoch: int
     fingerprint: Fingerprint
+    may_be_retry: bool
 
 
 class CallService:
@@ -108,18 +110,12 @@ class CallService:
         # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
 
-    async def begin(self, request: ModelRequest, *, rollout_id: str | None, body: bytes) -> CallInFlight:
+    async def begin(
+        self, request: ModelRequest, *, rollout_id: str | None, call_id: str, request_digest: str
+    ) -> CallInFlight:
         """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
-        if rollout_id is None:
-            if request.requested_model != self._engine.model.name:
-                raise UnknownModelError(
-                    f"the model {request.requested_model[:64]!r} does not exist; "
-                    f"this graph serves {self._engine.model.name!r}"
-                )
-        else:
-            check_rollout_id(rollout_id)
+        self._check(request, rollout_id)
         request = replace(request, sampling={**request.sampling, **self._pin})
-        call_id = f"chatcmpl-{uuid.uuid4().hex}"
         tracked: Tracked | None = None
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
@@ -128,12 +124,13 @@ class CallService:
                 rollout_id=rollout_id,
                 model_call_id=call_id,
                 created_at=self._clock(),
-                request_digest=hashlib.sha256(body).hexdigest(),
+                request_digest=request_digest,
             )
             begun = await self._register(self._state, intent, fingerprint.turn_keys)
-            tracked, resolution = Tracked(rollout_id, begun.epoch, fingerprint), begun.resolution
+            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry)
+            resolution = begun.resolution
         try:
-            prompt = await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
+            prompt = await self._rendered(request, resolution)
             generation, max_tokens = self._generate(request, prompt, call_id)
         except BaseException:
             if tracked is not None and self._state is not None:
@@ -150,6 +147,27 @@ class CallService:
             state=self._state,
             clock=self._clock,
         )
+
+    async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
+        """How many ids the prompt of this request would have if it were a call now. Raises as `begin` does."""
+        self._check(request, rollout_id)
+        resolution: Resolution = Root()
+        if rollout_id is not None and self._state is not None:
+            keys = self._fingerprint(rollout_id, request).turn_keys
+            resolution = await self._state.resolve(rollout_id, keys)
+        return int((await self._rendered(request, resolution)).ids.size)
+
+    def _check(self, request: ModelRequest, rollout_id: str | None) -> None:
+        if rollout_id is not None:
+            check_rollout_id(rollout_id)
+        elif request.requested_model != self._engine.model.name:
+            raise UnknownModelError(
+                f"the model {request.requested_model[:64]!r} does not exist; "
+                f"this graph serves {self._engine.model.name!r}"
+            )
+
+    async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
 
     async def _register(self, state: CallState, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
@@ -173,6 +191,8 @@ class CallService:
     def _prompt(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         """The spliced prompt where a parent is proven, else the whole conversation through the template."""
         template, conversation = self._engine.template, request.conversation
+        if request.raw_prompt is not None:
+            return Prompt(template.encode_plain(request.raw_prompt), Root())
         not_spliced = None
         if isinstance(resolution, Resolved):
             if not self._prefix_supply:
@@ -243,6 +263,11 @@ class CallInFlight:
     def prompt_tokens(self) -> int:
         return int(self._prompt.ids.size)
 
+    @property
+    def is_generated(self) -> bool:
+        """Whether the engine has said its last word."""
+        return bool(self._chunks) and self._chunks[-1].finish_reason is not None
+
     async def events(self) -> AsyncIterator[tuple[Sequence[ReplyEvent], tuple[TokenLogProb, ...] | None]]:
         """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
         async for chunk in self._generation.chunks:
@@ -287,6 +312,17 @@ class CallInFlight:
             await self._commit("abort", self._turn.turn())
         else:
             await _abandon(self._state, self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
+
+    async def settle(self, *, delivered: bool) -> None:
+        """Records whether a client got the whole reply, where that decides which of several replies counts."""
+        if self._tracked is None or self._state is None or (delivered and not self._tracked.may_be_retry):
+            return
+        mark = self._state.mark_delivered if delivered else self._state.mark_undelivered
+        try:
+            await mark(self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
+        except StoreError as error:
+            # Silence proves nothing: if the request was repeated, its rollout is masked.
+            logger.warning("could not record whether a reply was delivered: %s", error)
 
     async def _commit(self, finish_reason: str, turn: AssistantTurn) -> None:
         if self._tracked is None or self._state is None:
@@ -339,7 +375,8 @@ class CallInFlight:
             parent=_parent(resolution, supplied=supplied, not_spliced=self._prompt.not_spliced),
             output_items=items,
             token_item_index=token_item_index,
-            turn_key=tracked.fingerprint.key_with(turn),
+            # Nothing continues raw text: a conversation that looks like it was never rendered.
+            turn_key=None if self.request.raw_prompt is not None else tracked.fingerprint.key_with(turn),
             digest=digest_ids(prompt_ids, generated),
             finish_reason=finish_reason,
             stop_reason=last.stop_reason,

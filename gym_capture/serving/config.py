@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveInt
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 def _json_if_string(value: object) -> object:
@@ -59,6 +59,12 @@ class GraphArgs(BaseModel):
     """Sampling parameters forced on every call, whatever the client asks, e.g. `{temperature: 1.0, top_p: 1.0}`."""
     stream_interval_s: NonNegativeFloat = 0.02
     """Streamed text leaves at most this often, and what came meanwhile leaves together; the first text never waits."""
+    keep_alive_s: PositiveFloat = 10.0
+    """A stream that has nothing to say for this long says that it lives."""
+    max_body_bytes: PositiveInt = 32 * 2**20
+    """Larger request bodies get 413."""
+    secret_file: Path | None = None
+    """A file with the secret that tokens are derived from (`gym-capture token`). Unset: every route is open."""
     state: StateArgs = Field(default_factory=StateArgs)
     num_replicas: PositiveInt | Literal["auto"] = 1
     """How many engines. With `auto`, `autoscaling_config` rules."""

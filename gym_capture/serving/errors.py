@@ -17,6 +17,7 @@ from gym_capture.errors import (
     GymCaptureError,
     InvalidRequestError,
     RequestError,
+    RequestTooLargeError,
     RetiredRolloutError,
     StoreError,
     UnknownModelError,
@@ -30,6 +31,8 @@ def classify(error: Exception) -> ApiError:
     match error:
         case ContextLengthError():
             return ApiError(status=400, kind="context_length", message=error.message, param="messages")
+        case RequestTooLargeError():
+            return ApiError(status=413, kind="too_large", message=error.message)
         case UnknownModelError():
             return ApiError(status=404, kind="unknown_model", message=error.message, param="model")
         case AuthenticationError():

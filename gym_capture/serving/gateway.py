@@ -1,4 +1,4 @@
-"""HTTP in front of a `CallService`: routes, streaming, disconnects, errors in the dialect's own shape.
+"""HTTP in front of a `CallService`: routes, tokens, streaming, disconnects, errors in the dialect's own shape.
 
 Invariant: a client gets either a whole reply, whose record is durable by then, or an error that cannot be mistaken for
 one. A client that goes away frees its engine slot.
@@ -11,37 +11,65 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable
+import uuid
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import Final
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.types import Receive, Scope, Send
 
+from gym_capture.auth import Keyring
+from gym_capture.calls import ModelRequest
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity
 from gym_capture.dialects.chat import ChatDialect
-from gym_capture.errors import GymCaptureError
+from gym_capture.errors import GymCaptureError, RequestTooLargeError
 from gym_capture.serving.call import CallInFlight, CallService
 from gym_capture.serving.errors import classify
+from gym_capture.serving.live import LiveCall, LiveCalls
 
 logger = logging.getLogger(__name__)
 
 _CHAT: Final = ChatDialect()
+_DIALECTS: Final[dict[str, Dialect]] = {"/v1/chat/completions": _CHAT}
+_PREFIXES: Final = ("", "/ng-rollout/{rollout_id}", "/ng-rollout/{rollout_id}/training-token-capture")
 _JSON: Final = "application/json"
 _GONE: Final = 499
+_FIRST_BYTE_S: Final = 1.5
+"""A stream whose call has begun says so after this long, even if nothing has been generated yet."""
+_NOT_BEGUN_S: Final = 10.0
+"""...and after this long whatever happens; until then a failure has its own HTTP status."""
 
 
-def build_gateway(service: CallService, *, model_name: str, max_model_len: int, stream_interval_s: float) -> FastAPI:
-    """The HTTP application of one replica."""
+def build_gateway(
+    service: CallService,
+    *,
+    model_name: str,
+    max_model_len: int,
+    stream_interval_s: float = 0.02,
+    keep_alive_s: float = 10.0,
+    max_body_bytes: int = 32 * 2**20,
+    keyring: Keyring | None = None,
+) -> FastAPI:
+    """The HTTP application of one replica. Without a `keyring` every route is open."""
+    if keyring is None:
+        logger.warning(
+            "no secret_file is configured: anybody who reaches this server may call the model as any rollout"
+        )
     app = FastAPI(title="gym-capture", docs_url=None, redoc_url=None)
-    edge = _Edge(service, stream_interval_s=stream_interval_s)
+    edge = _Edge(
+        service,
+        calls=LiveCalls(interval_s=stream_interval_s),
+        keep_alive_s=keep_alive_s,
+        max_body_bytes=max_body_bytes,
+        keyring=keyring,
+    )
     started = int(time.time())
-
-    async def chat(request: Request) -> Response:
-        return await edge.answer(request, _CHAT, rollout_id=request.path_params.get("rollout_id"))
 
     async def models(request: Request) -> Response:
         entry = {
@@ -57,8 +85,10 @@ def build_gateway(service: CallService, *, model_name: str, max_model_len: int, 
         error = await edge.health()
         return JSONResponse({"status": "ok" if error is None else error}, status_code=200 if error is None else 503)
 
-    for prefix in ("", "/ng-rollout/{rollout_id}", "/ng-rollout/{rollout_id}/training-token-capture"):
-        app.add_api_route(f"{prefix}/v1/chat/completions", chat, methods=["POST"], include_in_schema=prefix == "")
+    for prefix in _PREFIXES:
+        for path, dialect in _DIALECTS.items():
+            answer = _answering(edge, dialect)
+            app.add_api_route(f"{prefix}{path}", answer, methods=["POST"], include_in_schema=prefix == "")
         app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"], include_in_schema=prefix == "")
     app.add_api_route("/healthz", healthz, methods=["GET"])
 
@@ -67,17 +97,40 @@ def build_gateway(service: CallService, *, model_name: str, max_model_len: int, 
         kind = "not_found" if error.status_code == 404 else "invalid_request"
         message = f"no such route: {request.method} {request.url.path[:200]}"
         api_error = ApiError(status=error.status_code, kind=kind, message=message)
-        return Response(_CHAT.error(api_error), status_code=error.status_code, media_type=_JSON)
+        return _error_response(_dialect_of(request.url.path), api_error)
 
     return app
+
+
+def _answering(edge: _Edge, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+    async def answer(request: Request) -> Response:
+        return await edge.answer(request, dialect, rollout_id=request.path_params.get("rollout_id"))
+
+    return answer
+
+
+def _dialect_of(path: str) -> Dialect:
+    """The dialect in which a client of `path` expects errors."""
+    return next((dialect for route, dialect in _DIALECTS.items() if route in path), _CHAT)
 
 
 class _Edge:
     """Runs calls for HTTP requests."""
 
-    def __init__(self, service: CallService, *, stream_interval_s: float) -> None:
+    def __init__(
+        self,
+        service: CallService,
+        *,
+        calls: LiveCalls,
+        keep_alive_s: float,
+        max_body_bytes: int,
+        keyring: Keyring | None,
+    ) -> None:
         self._service = service
-        self._interval_s = stream_interval_s
+        self._calls = calls
+        self._keep_alive_s = keep_alive_s
+        self._max_body_bytes = max_body_bytes
+        self._keyring = keyring
 
     async def health(self) -> str | None:
         try:
@@ -88,78 +141,132 @@ class _Edge:
 
     async def answer(self, http: Request, dialect: Dialect, *, rollout_id: str | None) -> Response:
         try:
-            body = await http.body()
+            if self._keyring is not None:
+                self._keyring.admit_call(http.headers, rollout_id)
+            body = await _body(http, self._max_body_bytes)
             request = dialect.parse(body)
-            call = await self._service.begin(request, rollout_id=rollout_id, body=body)
-            identity = ReplyIdentity(call_id=call.call_id, model=request.requested_model, created=int(time.time()))
+            live = self._joined(http, dialect, request, body, rollout_id=rollout_id)
             if request.stream:
-                return await self._streamed(http, call, dialect, identity)
-            return await self._whole(http, call, dialect, identity)
+                return await self._streamed(http, live, request, dialect)
+            return await self._whole(http, live, request, dialect)
         except ClientDisconnect:  # while its body was still on the way
-            return Response(status_code=499)
+            return Response(status_code=_GONE)
         except Exception as error:  # noqa: BLE001 - the boundary that classifies
             return _error_response(dialect, classify(error))
 
-    async def _whole(self, http: Request, call: CallInFlight, dialect: Dialect, identity: ReplyIdentity) -> Response:
-        async def generate() -> bytes:
-            ended = False
-            try:
-                async for _ in call.events():
-                    pass
-                reply = await call.complete()
-                ended = True
-            finally:
-                if not ended:
-                    await asyncio.shield(call.fail())
-            return dialect.reply(call.request, identity, reply)
+    def _joined(
+        self, http: Request, dialect: Dialect, request: ModelRequest, body: bytes, *, rollout_id: str | None
+    ) -> LiveCall:
+        call_id = dialect.id_prefix + uuid.uuid4().hex
+        digest = hashlib.sha256(body).hexdigest()
 
-        body = await _unless_gone(http, generate())
-        return Response(status_code=_GONE) if body is None else Response(body, media_type=_JSON)
+        async def begin() -> CallInFlight:
+            return await self._service.begin(request, rollout_id=rollout_id, call_id=call_id, request_digest=digest)
 
-    async def _streamed(self, http: Request, call: CallInFlight, dialect: Dialect, identity: ReplyIdentity) -> Response:
-        """The response, once the first text is there: what fails before it still gets its own status."""
-        encoder = dialect.stream(call.request, identity)
+        return self._calls.join(
+            call_id,
+            begin,
+            asked=None if rollout_id is None else (rollout_id, dialect.id_prefix, digest),
+            is_repetition=_is_repetition(http),
+        )
 
-        async def frames() -> AsyncGenerator[bytes]:
-            ended = False
-            pending = encoder.start(call.prompt_tokens)
-            try:
-                async for events, log_probs in call.events():
-                    yield pending + encoder.events(events, log_probs)
-                    pending = b""
-                    # The engine's collector merges what it produces meanwhile: fewer, larger messages.
-                    await asyncio.sleep(self._interval_s)
-                reply = await call.complete()
-                ended = True
-                yield pending + encoder.finish(reply)
-            except Exception as error:
-                ended = True
-                await call.fail()
-                if pending:  # nothing has left yet
-                    raise
-                yield encoder.error(classify(error))
-            finally:
-                if not ended:  # the client went away
-                    await asyncio.shield(call.fail())
+    async def _whole(self, http: Request, live: LiveCall, request: ModelRequest, dialect: Dialect) -> Response:
+        async def reply() -> bytes:
+            return dialect.reply(request, _identity(live, request), await asyncio.shield(live.running))
 
-        stream = frames()
-        first = await _unless_gone(http, anext(stream))
-        if first is None:
-            return Response(status_code=_GONE)
+        body = await _or_leave(http, live, reply())
+        return Response(status_code=_GONE) if body is None else _WholeReply(body, live)
 
-        async def from_first() -> AsyncGenerator[bytes]:
-            try:
-                yield first
-                async for frame in stream:
-                    yield frame
-            finally:
-                await stream.aclose()
+    async def _streamed(self, http: Request, live: LiveCall, request: ModelRequest, dialect: Dialect) -> Response:
+        """The response, once there is something to say: what fails before it still gets its own status."""
+        frames = _frames(live, request, dialect, keep_alive_s=self._keep_alive_s)
+        first = await _or_leave(http, live, anext(frames))
+        return Response(status_code=_GONE) if first is None else _StreamedReply(first, frames, live)
 
-        return StreamingResponse(
-            from_first(),
+
+async def _frames(
+    live: LiveCall, request: ModelRequest, dialect: Dialect, *, keep_alive_s: float
+) -> AsyncGenerator[bytes]:
+    """The bytes of the stream. Raises what ends the call, if nothing has left by then."""
+    encoder = dialect.stream(request, _identity(live, request))
+    await live.wait_begun(_NOT_BEGUN_S)
+    has_started = has_left = False
+    position, patience_s = 0, _FIRST_BYTE_S
+    while True:
+        pieces = await live.hear(position, patience_s)
+        if not pieces and live.running.done():
+            break
+        position += len(pieces)
+        out = [] if pieces else [encoder.keep_alive()]
+        if live.begun is not None and not has_started:
+            out.insert(0, encoder.start(live.begun.prompt_tokens))
+            has_started = True
+        out += [encoder.events(piece.events, piece.log_probs) for piece in pieces]
+        yield b"".join(out)
+        has_left, patience_s = True, keep_alive_s
+    try:
+        reply = await asyncio.shield(live.running)
+    except Exception as error:
+        if not has_left:
+            raise
+        yield encoder.error(classify(error))
+        return
+    assert live.begun is not None
+    yield (b"" if has_started else encoder.start(live.begun.prompt_tokens)) + encoder.finish(reply)
+
+
+class _WholeReply(Response):
+    """A reply in one piece. Its call learns whether it left whole."""
+
+    def __init__(self, body: bytes, live: LiveCall) -> None:
+        super().__init__(body, media_type=_JSON)
+        self._live = live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        delivered = False
+        try:
+            # Asked before: once it has been sent, a server calls every client gone.
+            is_gone = await Request(scope, receive).is_disconnected()
+            await super().__call__(scope, receive, send)
+            delivered = not is_gone
+        finally:
+            await asyncio.shield(self._live.leave(delivered=delivered))
+
+
+class _StreamedReply(StreamingResponse):
+    """A reply as server-sent events. Its call learns whether it left whole."""
+
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes], live: LiveCall) -> None:
+        super().__init__(
+            self._all(first, frames),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
         )
+        self._live = live
+        self._is_delivered = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await asyncio.shield(self._live.leave(delivered=self._is_delivered))
+
+    async def _all(self, first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+        yield first
+        async for frame in frames:
+            yield frame
+        self._is_delivered = True
+
+
+async def _or_leave(http: Request, live: LiveCall, work: Awaitable[bytes]) -> bytes | None:
+    """What `work` gives; None if the client went away first. Without an answer, the call loses this listener."""
+    answer = None
+    try:
+        answer = await _unless_gone(http, work)
+    finally:
+        if answer is None:
+            await asyncio.shield(live.leave(delivered=False))
+    return answer
 
 
 async def _unless_gone(http: Request, work: Awaitable[bytes]) -> bytes | None:
@@ -183,6 +290,33 @@ async def _disconnected(http: Request) -> None:
         pass
 
 
+async def _body(http: Request, limit: int) -> bytes:
+    """The request's body. Raises `RequestTooLargeError` before more than `limit` bytes are in memory."""
+    announced = http.headers.get("content-length", "")
+    parts: list[bytes] = []
+    size = int(announced) if announced.isdecimal() else 0
+    if size <= limit:
+        size = 0
+        async for part in http.stream():
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                break
+    if size > limit:
+        raise RequestTooLargeError(f"the request body is larger than the {limit:,} bytes that this server takes")
+    return b"".join(parts)
+
+
+def _is_repetition(http: Request) -> bool:
+    """Whether the client library says that it sends this request again."""
+    count = http.headers.get("x-stainless-retry-count", "")
+    return count.isdecimal() and int(count) > 0
+
+
+def _identity(live: LiveCall, request: ModelRequest) -> ReplyIdentity:
+    return ReplyIdentity(call_id=live.call_id, model=request.requested_model, created=live.created)
+
+
 def _error_response(dialect: Dialect, error: ApiError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
-    return Response(dialect.error(error), status_code=error.status, media_type=_JSON, headers=headers)
+    return Response(dialect.error(error), status_code=dialect.status(error), media_type=_JSON, headers=headers)

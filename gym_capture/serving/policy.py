@@ -8,6 +8,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from ray import serve
 
+from gym_capture.auth import Keyring
 from gym_capture.engines.base import Engine
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.imports import load
@@ -22,6 +23,7 @@ class Policy:
     """A Serve replica: Serve builds its HTTP application once the constructor is done."""
 
     async def __init__(self, args: GraphArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._keyring = None if args.secret_file is None else Keyring.from_file(args.secret_file)
         state = None
         if args.capture:
             start_shards(
@@ -56,6 +58,9 @@ class Policy:
             model_name=self._engine.model.name,
             max_model_len=self._engine.model.max_model_len,
             stream_interval_s=self._args.stream_interval_s,
+            keep_alive_s=self._args.keep_alive_s,
+            max_body_bytes=self._args.max_body_bytes,
+            keyring=self._keyring,
         )
 
     async def check_health(self) -> None:

@@ -16,6 +16,7 @@ from gym_capture.engines.scripted import ScriptedEngine, Scripter
 from gym_capture.errors import StoreError
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
+from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
@@ -37,12 +38,15 @@ class LocalState:
         self.begin_fails: StoreError | None = None
         self.put_fails: StoreError | None = None
         self.mark_fails: StoreError | None = None
+        self.deliveries: list[tuple[str, bool]] = []
+        """What was said of deliveries: call ids, and whether their replies left whole."""
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         if self.begin_fails is not None:
             raise self.begin_fails
         epoch = await self.store.begin_call(intent)
-        return Begun(epoch, self._lineage.resolve(intent.rollout_id, turn_keys))
+        resolution = self._lineage.resolve(intent.rollout_id, turn_keys)
+        return Begun(epoch, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
         self.put_begins.set()
@@ -59,6 +63,23 @@ class LocalState:
         if self.mark_fails is not None:
             raise self.mark_fails
         await self.store.mark_incomplete(rollout_id, reason, epoch=epoch)
+
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self.store.mark_delivered(rollout_id, call_id, epoch=epoch)
+        self._marked(rollout_id, call_id, delivered=True)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        if self.mark_fails is not None:
+            raise self.mark_fails
+        await self.store.mark_undelivered(rollout_id, call_id, epoch=epoch)
+        self._marked(rollout_id, call_id, delivered=False)
+
+    def _marked(self, rollout_id: str, call_id: str, *, delivered: bool) -> None:
+        self._lineage.mark_delivery(rollout_id, call_id, delivered=delivered)
+        self.deliveries.append((call_id, delivered))
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        return self._lineage.resolve(rollout_id, turn_keys)
 
     async def snapshot(self, rollout_id: str = "r1") -> Snapshot:
         """The rollout with whole prompts, in the order in which its calls were recorded."""
@@ -93,6 +114,7 @@ class Replica:
         prefix_supply: bool = True,
         max_model_len: int = 4096,
         stream_interval_s: float = 0.0,
+        **gateway: Any,
     ) -> None:
         self.state = LocalState()
         self.engine = ScriptedEngine(template, scripter, max_model_len=max_model_len)
@@ -106,7 +128,11 @@ class Replica:
             clock=lambda: 1_700_000_000.0,
         )
         self.app: FastAPI = build_gateway(
-            self.service, model_name="policy", max_model_len=max_model_len, stream_interval_s=stream_interval_s
+            self.service,
+            model_name="policy",
+            max_model_len=max_model_len,
+            stream_interval_s=stream_interval_s,
+            **gateway,
         )
         transport = httpx.ASGITransport(self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://gateway", trust_env=False)

@@ -21,7 +21,7 @@ from gym_capture.engines.scripted import EngineCall, Script, Scripter, Step, in_
 from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
 from gym_capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
 from gym_capture.splice import full_prompt
-from tests.serving.replica import Replica, chat_body, chat_path, events, frames, listening, streamed_text, until
+from tests.serving.replica import Replica, chat_body, chat_path, events, frames, listening, streamed_text
 
 STOP = "<|im_end|>"
 USER = {"role": "user", "content": "hi"}
@@ -451,72 +451,6 @@ def test_health_is_the_engines(template: HfChatTemplate) -> None:
         assert (await replica.http.get("/healthz")).status_code == 503
         await replica.service.close()
         assert replica.engine.is_closed
-
-    asyncio.run(run())
-
-
-# --- the client goes away ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("n_steps", [0, 2], ids=["before the first text", "in the middle"])
-def test_a_client_that_goes_away_frees_the_engine(template: HfChatTemplate, stream: bool, n_steps: int) -> None:
-    async def run() -> None:
-        hanging = Script(steps=[Step(token_ids=[5], text="He"), Step(token_ids=[6], text="llo")][:n_steps], hangs=True)
-        replica = Replica(template, always(hanging))
-        async with listening(replica.app) as client:
-            if stream and n_steps:
-                async with client.stream("POST", chat_path("r1"), json=chat_body(USER, stream=True)) as response:
-                    stream_ = frames(response)
-                    text = ""
-                    while text != "Hello":
-                        text += json.loads(await anext(stream_))["choices"][0]["delta"]["content"]
-            else:
-                asking = asyncio.ensure_future(client.post(chat_path("r1"), json=chat_body(USER, stream=stream)))
-                await until(lambda: len(replica.engine.calls) == 1)
-                await asyncio.sleep(0.05)  # so that the generation is under way; if it is not, the outcome is the same
-                asking.cancel()
-            await until(lambda: replica.engine.aborted == [replica.engine.calls[0].call_id])
-            await _settled(replica)
-        snapshot = await replica.state.snapshot()
-        assert snapshot.incomplete == ()
-        if stream and n_steps:
-            (entry,) = snapshot.entries
-            assert entry.finish_reason == "abort"
-            assert entry.generation_token_ids.tolist() == [5, 6]
-        else:
-            assert snapshot.entries == ()
-
-    asyncio.run(run())
-
-
-async def _settled(replica: Replica) -> None:
-    """Until no intent is open."""
-    async with asyncio.timeout(60):
-        while True:
-            if not (await replica.state.snapshot()).incomplete:
-                return
-            await asyncio.sleep(0.005)
-
-
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_a_client_that_goes_away_during_the_put_leaves_the_record_of_the_whole_reply(
-    template: HfChatTemplate, stream: bool
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, says(template, "one"))
-        replica.state.gate.clear()
-        async with listening(replica.app) as client:
-            asking = asyncio.ensure_future(client.post(chat_path("r1"), json=chat_body(USER, stream=stream)))
-            await replica.state.put_begins.wait()
-            asking.cancel()
-            await asyncio.wait([asking])
-            await asyncio.sleep(0.05)  # lets the server see it; if it has not, the outcome is the same
-            replica.state.gate.set()
-            await _settled(replica)
-        snapshot = await replica.state.snapshot()
-        (entry,) = snapshot.entries
-        assert (entry.finish_reason, snapshot.incomplete, snapshot.problems) == ("stop", (), ())
 
     asyncio.run(run())
 

@@ -1,0 +1,29 @@
+"""`gym-capture token`: the tokens that a server with a `secret_file` asks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from gym_capture.auth import Keyring
+from gym_capture.errors import ConfigError
+
+
+def command(
+    secret_file: Annotated[Path, typer.Option(help="The server's secret file.", envvar="GYM_CAPTURE_SECRET_FILE")],
+    rollout_ids: Annotated[
+        list[str] | None, typer.Argument(help="Rollouts whose agents call the model; one line of output each.")
+    ] = None,
+    untracked: Annotated[bool, typer.Option("--untracked", help="For calls without a rollout.")] = False,
+    read: Annotated[bool, typer.Option("--read", help="For reading the records of every rollout.")] = False,
+) -> None:
+    """Print tokens: for an agent's rollout (its API key), for calls without a rollout, or for reading records."""
+    keyring = Keyring.from_file(secret_file)
+    tokens = [keyring.rollout_token(rollout_id) for rollout_id in rollout_ids or ()]
+    tokens += [keyring.untracked_token()] * untracked + [keyring.read_token()] * read
+    if not tokens:
+        raise ConfigError("name a rollout, or say --untracked or --read")
+    for one in tokens:
+        print(one)

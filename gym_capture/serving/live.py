@@ -1,0 +1,149 @@
+"""Calls under way, and who listens to them.
+
+Invariant: a call runs as long as anybody listens, is ended within one turn of the event loop when the last listener
+leaves before its generation is over, and its record says if nobody got the whole reply.
+
+A client library that repeats a request - its connection broke, its patience ended - says so in a header. If the first
+request is still under way, the repetition listens to the same call, from the start: nothing is generated twice, and one
+record stands for both. A request that does not say that it is a repetition is a call of its own, since agents do ask
+for several samples of one prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from gym_capture.calls import ModelReply, ReplyEvent, TokenLogProb
+from gym_capture.serving.call import CallInFlight
+
+
+class Piece(NamedTuple):
+    """What one chunk of a generation gives to stream."""
+
+    events: Sequence[ReplyEvent]
+    log_probs: tuple[TokenLogProb, ...] | None
+
+
+class LiveCall:
+    """One call. `join` it, listen, `leave` it."""
+
+    def __init__(self, call_id: str, begin: Callable[[], Awaitable[CallInFlight]], *, interval_s: float) -> None:
+        self.call_id = call_id
+        self.created = int(time.time())
+        self._begin = begin
+        self._interval_s = interval_s
+        self._pieces: list[Piece] = []
+        self._bells: set[asyncio.Event] = set()
+        self._listeners = 0
+        self._is_delivered = False
+        self._is_given_up = False
+        self.begun: CallInFlight | None = None
+        """The call, once its prompt is rendered and its engine has taken it."""
+        self.running = asyncio.ensure_future(self._run())
+        """Gives the reply, once its record is durable, or raises what ended the call."""
+        self.running.add_done_callback(self._ring)
+
+    @property
+    def is_joinable(self) -> bool:
+        """Whether its reply is still to be had."""
+        return not self._is_given_up and not self.running.done()
+
+    def join(self) -> None:
+        self._listeners += 1
+
+    async def leave(self, *, delivered: bool) -> None:
+        """A listener has got the whole reply, or goes without. Returns when the call is over, if it was the last."""
+        self._listeners -= 1
+        self._is_delivered |= delivered
+        if self._listeners:
+            return
+        if self.begun is None or not self.begun.is_generated:
+            self._is_given_up = True
+            self.running.cancel()
+        await asyncio.wait([self.running])
+        is_whole = not self.running.cancelled() and self.running.exception() is None
+        if is_whole and self.begun is not None and not self._listeners:
+            await self.begun.settle(delivered=self._is_delivered)
+
+    async def wait_begun(self, timeout_s: float) -> None:
+        """Returns when the call has begun or has failed to, or after that long."""
+        if self.begun is None and not self.running.done():
+            await self._wait(timeout_s)
+
+    async def hear(self, position: int, timeout_s: float) -> Sequence[Piece]:
+        """The pieces from `position` on. None of them, if nothing comes for that long or the call has ended."""
+        if len(self._pieces) == position and not self.running.done():
+            await self._wait(timeout_s)
+        return self._pieces[position:]
+
+    async def _wait(self, timeout_s: float) -> None:
+        """Until something happens to the call, or that long."""
+        bell = asyncio.Event()
+        self._bells.add(bell)
+        try:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await bell.wait()
+        finally:
+            self._bells.discard(bell)
+
+    async def _run(self) -> ModelReply:
+        call = await self._begin()
+        self.begun = call
+        self._ring()
+        has_ended = False
+        try:
+            async for events, log_probs in call.events():
+                self._pieces.append(Piece(events, log_probs))
+                self._ring()
+                if not call.is_generated:
+                    # The engine's collector merges what it produces meanwhile: fewer, larger messages.
+                    await asyncio.sleep(self._interval_s)
+            reply = await call.complete()
+            has_ended = True
+            return reply
+        finally:
+            if not has_ended:
+                await asyncio.shield(call.fail())
+
+    def _ring(self, _: object = None) -> None:
+        for bell in self._bells:
+            bell.set()
+
+
+class LiveCalls:
+    """The calls of rollouts that are under way in this replica, by what a repetition of them would look like."""
+
+    def __init__(self, *, interval_s: float) -> None:
+        self._interval_s = interval_s
+        self._calls: dict[tuple[str, str, str], LiveCall] = {}
+
+    def join(
+        self,
+        call_id: str,
+        begin: Callable[[], Awaitable[CallInFlight]],
+        *,
+        asked: tuple[str, str, str] | None,
+        is_repetition: bool,
+    ) -> LiveCall:
+        """The call that a request asks for, joined: one under way that it repeats, or else a new one.
+
+        `asked`: rollout id, API and body digest; None: a request without a rollout, which shares nothing.
+        """
+        live = self._calls.get(asked) if asked is not None and is_repetition else None
+        if live is None or not live.is_joinable:
+            live = LiveCall(call_id, begin, interval_s=self._interval_s)
+            if asked is not None:
+                self._calls[asked] = live
+                live.running.add_done_callback(partial(self._forget, asked, live))
+        live.join()
+        return live
+
+    def _forget(self, asked: tuple[str, str, str], live: LiveCall, _: object) -> None:
+        if self._calls.get(asked) is live:
+            del self._calls[asked]
