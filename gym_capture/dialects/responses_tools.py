@@ -1,0 +1,188 @@
+"""Tools of the Responses API, and the flat list of functions that a model is offered for them.
+
+Invariant: a call is the same call in every form. What the model calls by a flat name reaches the client under the name
+that the client gave the tool, and what the client then echoes is read back as what the model called.
+
+- A function of a namespace is offered as `<namespace>__<name>`, and its calls carry `namespace` and `name` apart.
+- A custom tool, which takes free text, is offered as a function of one string, `input`.
+- Everything else (web search, file search, code interpreter, MCP servers...) would have to run on the server. Clients
+  send such tools without being asked, so they are left out of the offer; only forcing one is an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from gym_capture.calls import NamedToolChoice, ToolChoice
+from gym_capture.conversation import Tool
+from gym_capture.dialects import fields
+from gym_capture.errors import InvalidRequestError
+
+_CUSTOM_PARAMETERS: Final = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+    "additionalProperties": False,
+}
+
+
+class ClientTool(NamedTuple):
+    """A tool as its client knows it."""
+
+    name: str
+    namespace: str | None = None
+    is_custom: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The functions that the model is offered."""
+
+    tools: tuple[Tool, ...]
+    clients: Mapping[str, ClientTool]
+    """Every one of them as the client knows it, by its flat name."""
+
+
+def flat_name(name: str, namespace: str | None) -> str:
+    """What the model knows a tool by."""
+    return f"{namespace}__{name}" if namespace else name
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of a call of a custom tool that was given `text`."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+def custom_input(arguments: str) -> str:
+    """What a custom tool is given. Arguments that are not the one string are passed on as they are, for it to refuse.
+
+    Their echo is then no longer the recorded call: the next request does not continue this one, and says so.
+    """
+    try:
+        value = json.loads(arguments)
+        if isinstance(value, dict) and value.keys() == {"input"} and isinstance(text := value["input"], str):
+            text.encode()  # half an emoji cannot be sent
+            return text
+    except (ValueError, RecursionError):
+        pass
+    return arguments
+
+
+# --- what is offered ----------------------------------------------------------------------------------------------
+
+
+def offer(entries: Iterable[tuple[str, object]]) -> Offer:
+    """Reads tools, each with the path that errors name it by."""
+    tools: list[Tool] = []
+    clients: dict[str, ClientTool] = {}
+    for at, value in entries:
+        for path, client, tool in _read(at, value):
+            if clients.setdefault(tool.name, client) != client:
+                raise InvalidRequestError(f"{path}: there is another tool named {tool.name[:80]!r}", param=path)
+            tools.append(tool)
+    return Offer(tuple(tools), clients)
+
+
+def _read(at: str, value: object, namespace: str | None = None) -> Iterable[tuple[str, ClientTool, Tool]]:
+    entry = fields.mapping(value, at)
+    kind = entry.get("type", "function")
+    if kind == "namespace" and namespace is None:
+        name = fields.required_string(entry, "name", at=f"{at}.")
+        for index, inner in enumerate(fields.array(entry.get("tools"), f"{at}.tools")):
+            yield from _read(f"{at}.tools.{index}", inner, name)
+    elif kind in ("function", "custom"):
+        is_custom = kind == "custom"
+        name = fields.required_string(entry, "name", at=f"{at}.")
+        description = fields.string(entry, "description", at=f"{at}.") or ""
+        tool = fields.tool(
+            flat_name(name, namespace),
+            description + _grammar(entry, at) if is_custom else description,
+            _CUSTOM_PARAMETERS if is_custom else entry.get("parameters"),
+            at,
+            strict=fields.boolean(entry, "strict", at=f"{at}."),
+        )
+        yield at, ClientTool(name, namespace, is_custom), tool
+
+
+def _grammar(entry: Mapping[str, Any], at: str) -> str:
+    """What a custom tool's description must add for the model to write what the tool can read."""
+    form = entry.get("format")
+    if form is None or fields.mapping(form, f"{at}.format").get("type") != "grammar":
+        return ""
+    syntax = fields.required_string(form, "syntax", at=f"{at}.format.")
+    definition = fields.required_string(form, "definition", at=f"{at}.format.")
+    return f"\n\n`input` must follow this {syntax} grammar:\n{definition}"
+
+
+# --- what is chosen -----------------------------------------------------------------------------------------------
+
+
+def choose(value: object, offered: Offer) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """The choice, and the tools that are left to choose from.
+
+    `allowed_tools` narrows the offer itself, as that is the one way in which every model obeys it.
+    """
+    tools = offered.tools
+    if value is None or value == "auto":
+        return "auto", tools
+    if value == "none":
+        return "none", tools
+    if value == "required":
+        return _required(tools), tools
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            "tool_choice must be 'auto', 'none', 'required' or an object that names a function", param="tool_choice"
+        )
+    kind = value.get("type")
+    if kind == "allowed_tools":
+        return _choose_among(value, offered)
+    if kind not in ("function", "custom"):
+        raise InvalidRequestError(
+            f"tool_choice forces a tool of type {str(kind)[:40]!r}, which this server cannot run", param="tool_choice"
+        )
+    return NamedToolChoice(_chosen(value, offered, "tool_choice")), tools
+
+
+def _choose_among(value: Mapping[str, Any], offered: Offer) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    mode = value.get("mode")
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError("tool_choice.mode must be 'auto' or 'required'", param="tool_choice.mode")
+    allowed: set[str] = set()
+    for index, item in enumerate(fields.array(value.get("tools"), "tool_choice.tools")):
+        at = f"tool_choice.tools.{index}"
+        entry = fields.mapping(item, at)
+        if entry.get("type") in ("function", "custom"):
+            allowed.add(_chosen(entry, offered, at))
+    tools = tuple(tool for tool in offered.tools if tool.name in allowed)
+    if mode == "auto":
+        return "auto", tools
+    if len(allowed) == 1:
+        return NamedToolChoice(allowed.pop()), offered.tools
+    return _required(tools), tools
+
+
+def _required(tools: tuple[Tool, ...]) -> ToolChoice:
+    if not tools:
+        raise InvalidRequestError("tool_choice needs functions to choose from", param="tool_choice")
+    return "required"
+
+
+def _chosen(entry: Mapping[str, Any], offered: Offer, at: str) -> str:
+    """The flat name of the one tool that `entry` means: by its own name, or by its flat one."""
+    name = fields.required_string(entry, "name", at=f"{at}.")
+    namespace = fields.string(entry, "namespace", at=f"{at}.")
+    is_custom = entry.get("type") == "custom"
+    found = [
+        flat
+        for flat, client in offered.clients.items()
+        if client.is_custom == is_custom and name in (client.name, flat) and namespace in (None, client.namespace)
+    ]
+    if name in found and namespace is None:
+        return name
+    if len(found) != 1:
+        what = "more than one of" if found else "none of"
+        raise InvalidRequestError(f"{at} names {name[:64]!r}, which is {what} the tools", param=at)
+    return found[0]
