@@ -161,10 +161,7 @@ class CallService:
         if rollout_id is not None:
             check_rollout_id(rollout_id)
         elif request.requested_model != self._engine.model.name:
-            raise UnknownModelError(
-                f"the model {request.requested_model[:64]!r} does not exist; "
-                f"this graph serves {self._engine.model.name!r}"
-            )
+            raise unknown_model(request.requested_model, self._engine.model.name)
 
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
@@ -389,6 +386,10 @@ class CallInFlight:
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )
+
+
+def unknown_model(asked: str, served: str) -> UnknownModelError:
+    return UnknownModelError(f"the model {asked[:64]!r} does not exist; this graph serves {served!r}")
 
 
 async def _abandon(state: CallState, rollout_id: str, call_id: str, *, epoch: int) -> None:

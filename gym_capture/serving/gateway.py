@@ -15,8 +15,9 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from typing import Final
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any, Final, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
@@ -26,17 +27,27 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
+from gym_capture.dialects.anthropic import MessagesDialect
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity
 from gym_capture.dialects.chat import ChatDialect
+from gym_capture.dialects.completions import CompletionsDialect
+from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.errors import GymCaptureError, RequestTooLargeError
-from gym_capture.serving.call import CallInFlight, CallService
+from gym_capture.serving.call import CallInFlight, CallService, unknown_model
 from gym_capture.serving.errors import classify
 from gym_capture.serving.live import LiveCall, LiveCalls
 
 logger = logging.getLogger(__name__)
 
 _CHAT: Final = ChatDialect()
-_DIALECTS: Final[dict[str, Dialect]] = {"/v1/chat/completions": _CHAT}
+_MESSAGES: Final = MessagesDialect()
+_DIALECTS: Final[Mapping[str, Dialect]] = {
+    "/v1/chat/completions": _CHAT,
+    "/v1/completions": CompletionsDialect(),
+    "/v1/responses": ResponsesDialect(),
+    "/v1/messages": _MESSAGES,
+}
+_COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _PREFIXES: Final = ("", "/ng-rollout/{rollout_id}", "/ng-rollout/{rollout_id}/training-token-capture")
 _JSON: Final = "application/json"
 _GONE: Final = 499
@@ -69,27 +80,42 @@ def build_gateway(
         max_body_bytes=max_body_bytes,
         keyring=keyring,
     )
-    started = int(time.time())
+    model = _model(model_name, max_model_len)
+
+    async def count_tokens(request: Request) -> Response:
+        return await edge.count(request, rollout_id=request.path_params.get("rollout_id"))
 
     async def models(request: Request) -> Response:
-        entry = {
-            "id": model_name,
-            "object": "model",
-            "created": started,
-            "owned_by": "gym-capture",
-            "max_model_len": max_model_len,
-        }
-        return JSONResponse({"object": "list", "data": [entry]})
+        ids = {"first_id": model_name, "last_id": model_name, "has_more": False}
+        return JSONResponse({"object": "list", "data": [model], **ids})
+
+    async def one_model(request: Request) -> Response:
+        name = request.path_params["model"]
+        if name == model_name:
+            return JSONResponse(model)
+        return _error_response(_CHAT, classify(unknown_model(name, model_name)))
+
+    async def index(request: Request) -> Response:
+        return JSONResponse({"name": "gym-capture", "model": model_name})
 
     async def healthz(request: Request) -> Response:
         error = await edge.health()
         return JSONResponse({"status": "ok" if error is None else error}, status_code=200 if error is None else 503)
 
     for prefix in _PREFIXES:
-        for path, dialect in _DIALECTS.items():
-            answer = _answering(edge, dialect)
-            app.add_api_route(f"{prefix}{path}", answer, methods=["POST"], include_in_schema=prefix == "")
-        app.add_api_route(f"{prefix}/v1/models", models, methods=["GET"], include_in_schema=prefix == "")
+        routes: list[tuple[str, str, _Handler]] = [
+            ("POST", path, _answering(edge, dialect)) for path, dialect in _DIALECTS.items()
+        ]
+        routes += [
+            ("POST", _COUNT_TOKENS, count_tokens),
+            ("GET", "/v1/models", models),
+            ("GET", "/v1/models/{model:path}", one_model),
+            # Clients look whether anybody is there before they send anything.
+            ("GET", "" if prefix else "/", index),
+            ("HEAD", "" if prefix else "/", index),
+        ]
+        for method, path, handler in routes:
+            app.add_api_route(prefix + path, handler, methods=[method], include_in_schema=prefix == "")
     app.add_api_route("/healthz", healthz, methods=["GET"])
 
     @app.exception_handler(HTTPException)
@@ -102,7 +128,25 @@ def build_gateway(
     return app
 
 
-def _answering(edge: _Edge, dialect: Dialect) -> Callable[[Request], Awaitable[Response]]:
+_Handler: TypeAlias = Callable[[Request], Awaitable[Response]]
+
+
+def _model(name: str, max_model_len: int) -> dict[str, Any]:
+    """The model as OpenAI's clients and Anthropic's look it up: each finds its own fields."""
+    started = int(time.time())
+    return {
+        "id": name,
+        "object": "model",
+        "created": started,
+        "owned_by": "gym-capture",
+        "max_model_len": max_model_len,
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(started, UTC).isoformat(),
+    }
+
+
+def _answering(edge: _Edge, dialect: Dialect) -> _Handler:
     async def answer(request: Request) -> Response:
         return await edge.answer(request, dialect, rollout_id=request.path_params.get("rollout_id"))
 
@@ -138,6 +182,19 @@ class _Edge:
         except GymCaptureError as error:
             return error.message
         return None
+
+    async def count(self, http: Request, *, rollout_id: str | None) -> Response:
+        """How long the prompt of a Messages request would be."""
+        try:
+            if self._keyring is not None:
+                self._keyring.admit_call(http.headers, rollout_id)
+            request = _MESSAGES.parse_count(await _body(http, self._max_body_bytes))
+            tokens = await self._service.count(request, rollout_id=rollout_id)
+            return Response(_MESSAGES.count(tokens), media_type=_JSON)
+        except ClientDisconnect:
+            return Response(status_code=_GONE)
+        except Exception as error:  # noqa: BLE001 - the boundary that classifies
+            return _error_response(_MESSAGES, classify(error))
 
     async def answer(self, http: Request, dialect: Dialect, *, rollout_id: str | None) -> Response:
         try:
@@ -219,7 +276,7 @@ class _WholeReply(Response):
     """A reply in one piece. Its call learns whether it left whole."""
 
     def __init__(self, body: bytes, live: LiveCall) -> None:
-        super().__init__(body, media_type=_JSON)
+        super().__init__(body, media_type=_JSON, headers=_call_headers(live))
         self._live = live
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -240,7 +297,7 @@ class _StreamedReply(StreamingResponse):
         super().__init__(
             self._all(first, frames),
             media_type="text/event-stream",
-            headers={"cache-control": "no-cache", "x-accel-buffering": "no"},
+            headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_call_headers(live)},
         )
         self._live = live
         self._is_delivered = False
@@ -311,6 +368,11 @@ def _is_repetition(http: Request) -> bool:
     """Whether the client library says that it sends this request again."""
     count = http.headers.get("x-stainless-retry-count", "")
     return count.isdecimal() and int(count) > 0
+
+
+def _call_headers(live: LiveCall) -> dict[str, str]:
+    """The call's id where OpenAI's and Anthropic's libraries look for the id of a request."""
+    return {"x-request-id": live.call_id, "request-id": live.call_id}
 
 
 def _identity(live: LiveCall, request: ModelRequest) -> ReplyIdentity:
