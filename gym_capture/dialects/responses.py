@@ -23,7 +23,7 @@ from gym_capture.dialects import fields
 from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.responses_input import read_items, read_tool_entries
-from gym_capture.dialects.responses_output import ID_PREFIX, ItemWriter, ResponseObject, final_status
+from gym_capture.dialects.responses_output import ID_PREFIX, ItemWriter, ResponseObject, error_param, final_status
 from gym_capture.dialects.responses_stream import ResponsesStream
 from gym_capture.dialects.responses_tools import choose, offer
 from gym_capture.errors import InvalidRequestError
@@ -77,9 +77,7 @@ class ResponsesDialect:
 
     def error(self, error: ApiError) -> bytes:
         """In the shape of Chat Completions, which both of OpenAI's APIs have."""
-        if error.param == "messages":
-            error = dataclasses.replace(error, param="input")
-        return _CHAT.error(error)
+        return _CHAT.error(dataclasses.replace(error, param=error_param(error)))
 
     def status(self, error: ApiError) -> int:
         return error.status

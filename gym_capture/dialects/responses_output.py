@@ -14,7 +14,7 @@ import orjson
 
 from gym_capture.calls import ModelReply, ModelRequest, TokenLogProb, Usage
 from gym_capture.conversation import ToolCall
-from gym_capture.dialects.base import ReplyIdentity
+from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.chat import log_prob
 from gym_capture.dialects.responses_tools import ClientTool, custom_input
 
@@ -120,6 +120,11 @@ def reasoning_part(text: str) -> JsonObject:
 
 def text_part(text: str, log_probs: Sequence[TokenLogProb]) -> JsonObject:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": [log_prob(p) for p in log_probs]}
+
+
+def error_param(error: ApiError) -> str | None:
+    """The parameter at fault. The graph knows the conversation by its name in Chat Completions."""
+    return "input" if error.param == "messages" else error.param
 
 
 def final_status(reply: ModelReply) -> Status:

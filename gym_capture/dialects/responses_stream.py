@@ -34,6 +34,7 @@ from gym_capture.dialects.responses_output import (
     JsonObject,
     ResponseObject,
     Status,
+    error_param,
     final_status,
     reasoning_part,
     text_part,
@@ -109,7 +110,7 @@ class ResponsesStream:
     def error(self, error: ApiError) -> bytes:
         code = _ERROR_CODES.get(error.kind, "server_error")
         if self._sequence == 0:
-            return self._event("error", {"code": code, "message": error.message, "param": error.param})
+            return self._event("error", {"code": code, "message": error.message, "param": error_param(error)})
         response = self._response.encode("failed", self._output, error={"code": code, "message": error.message})
         return self._life("response.failed", response)
 
