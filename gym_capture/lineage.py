@@ -30,13 +30,15 @@ _WORTH_SHARING_IDS: Final = 256
 
 
 class LineageIndex:
-    """The calls of the live rollouts of one shard. Synchronous and in memory; its owner bounds it with `forget`.
+    """The calls of rollouts. Synchronous and in memory; `lineage_cache` bounds it.
 
     A rollout should be indexed whole or not at all: after `forget`, `rebuild` it from the sink before it goes on.
     """
 
     def __init__(self) -> None:
         self._rollouts: dict[str, _Rollout] = {}
+        self.total_bytes = 0
+        """Sum of `nbytes` over all rollouts."""
 
     def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:
         """Indexes a call, so that `resolve` finds it from now on. The same call again changes nothing.
@@ -46,10 +48,12 @@ class LineageIndex:
         whose parent is not indexed, or ends elsewhere). For entries in any order there is `rebuild`.
         """
         rollout = self._rollouts.get(entry.rollout_id) or _Rollout()
+        bytes_before = rollout.nbytes if entry.rollout_id in self._rollouts else 0
         problem = rollout.add(entry)
         if problem is not None:
             return (problem,)
         self._rollouts[entry.rollout_id] = rollout
+        self.total_bytes += rollout.nbytes - bytes_before
         return ()
 
     def rebuild(self, entries: Iterable[TokenEntry]) -> tuple[RecordProblem, ...]:
@@ -108,6 +112,7 @@ class LineageIndex:
 
     def forget(self, rollout_id: str) -> None:
         """Drops a rollout; unknown ones are fine."""
+        self.total_bytes -= self.nbytes(rollout_id)
         self._rollouts.pop(rollout_id, None)
 
     def rollout_ids(self) -> tuple[str, ...]:

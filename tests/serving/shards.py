@@ -13,7 +13,6 @@ from ray.actor import ActorHandle
 from gym_capture.serving.state import StateClient, StateShard
 
 LOG = "gym_capture.stores.log:LogStore.open"
-MEMORY = "gym_capture.stores.memory:MemoryStore.open"
 
 
 class LocalActor:
@@ -40,12 +39,20 @@ class _Method:
 
 
 def shard(
-    directory: Path, *, index: int = 0, shards: int = 1, store: str = LOG, store_kwargs: Mapping[str, Any] | None = None
+    directory: Path,
+    *,
+    index: int = 0,
+    shards: int = 1,
+    store: str = LOG,
+    store_kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
 ) -> StateShard:
     """A shard whose store is not synced to disk: tests of what survives a crash have their own."""
     if store_kwargs is None:
         store_kwargs = {"fsync": False} if store == LOG else {}
-    return StateShard(index=index, shards=shards, store=store, store_kwargs=store_kwargs, directory=str(directory))
+    return StateShard(
+        index=index, shards=shards, store=store, store_kwargs=store_kwargs, directory=str(directory), **options
+    )
 
 
 def client_of(*actors: LocalActor) -> StateClient:

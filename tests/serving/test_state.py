@@ -6,11 +6,15 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 
+from gym_capture.errors import StoreUnavailableError
 from gym_capture.protocols import LineageStore, Resolved
-from gym_capture.records import CallIntent, Root, Unresolved
+from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved
+from gym_capture.serving.state import StateClient
+from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
-from tests.serving.shards import client
+from tests.serving.shards import LocalActor, client, client_of, shard
 
 
 def intent(call_id: str, rollout_id: str = "r1") -> CallIntent:
@@ -55,5 +59,96 @@ def test_resolutions_of_a_process_travel_together(tmp_path: Path) -> None:
         for number, answer in enumerate(answers):
             assert isinstance(answer, Resolved)
             assert answer.cumulative_ids.tolist() == [1, 1 + number % 3]
+
+    asyncio.run(run())
+
+
+# --- bounded memory --------------------------------------------------------------------------------------------------
+
+
+async def play(state: StateClient, rollout_id: str, *, calls: int) -> None:
+    """A conversation of so many calls, each found to continue the one before."""
+    ids, keys = [1, 2], list[str]()
+    for number in range(calls):
+        call_id = f"c{number}"
+        begun = await state.begin(intent(call_id, rollout_id), keys)
+        parent: Root | Continues = Root()
+        if keys:
+            assert isinstance(begun.resolution, Resolved)
+            assert begun.resolution.call_id == f"c{number - 1}"
+            assert begun.resolution.cumulative_ids.tolist() == ids
+            parent = Continues(begun.resolution.call_id, len(ids))
+            ids = [*ids, 3]
+        generated = [int(rollout_id[1:]), number]
+        keys.append(f"k{number}")
+        entry = call(call_id, ids, generated, parent=parent, turn_key=keys[-1], rollout_id=rollout_id)
+        await state.put(entry, epoch=begun.epoch)
+        ids = ids + generated
+
+
+def test_conversations_go_on_although_none_stays_in_memory(tmp_path: Path) -> None:
+    """More live rollouts than there is memory for: every request still finds its parent, before and after a restart."""
+
+    async def run() -> None:
+        actor = LocalActor(lambda: shard(tmp_path, lineage_bytes=1))
+        state = client_of(actor)
+        names = [f"r{number}" for number in range(20)]
+        await asyncio.gather(*(play(state, name, calls=5) for name in names))
+        await actor.restart()
+        for name in names:
+            resolution = await state.resolve(name, ["k0", "k1", "k2", "k3", "k4"])
+            assert isinstance(resolution, Resolved)
+            assert resolution.call_id == "c4"
+            snapshot = await state.freeze(name)
+            assert (len(snapshot.entries), snapshot.incomplete, snapshot.problems) == (5, (), ())
+
+    asyncio.run(run())
+
+
+class Unreadable(MemoryStore):
+    """A store that cannot be read for a while. Not one that keeps what a producer has encoded, either."""
+
+    is_readable = True
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        if not self.is_readable:
+            raise StoreUnavailableError("the disk is gone")
+        return await super().freeze(rollout_id)
+
+
+STORES: list[Unreadable] = []
+
+
+async def open_unreadable(**_: object) -> Unreadable:
+    STORES.append(Unreadable())
+    return STORES[-1]
+
+
+def test_a_call_that_cannot_be_resolved_has_not_begun(tmp_path: Path) -> None:
+    """It is refused retryably, and leaves no open intent to mask its rollout."""
+
+    async def run() -> None:
+        state = client(tmp_path, store=f"{__name__}:open_unreadable", lineage_bytes=1)
+        await play(state, "r1", calls=2)
+        await play(state, "r2", calls=2)
+        STORES[-1].is_readable = False
+        with pytest.raises(StoreUnavailableError):
+            await state.begin(intent("late", "r1"), ["k0"])
+        STORES[-1].is_readable = True
+        snapshot = await state.freeze("r1")
+        assert (len(snapshot.entries), snapshot.incomplete) == (2, ())
+
+    asyncio.run(run())
+
+
+def test_records_are_kept_as_their_producer_encoded_them(tmp_path: Path) -> None:
+    """A shard neither encodes what it stores again, nor decodes what it hands out."""
+
+    async def run() -> None:
+        state = client(tmp_path)
+        await play(state, "r1", calls=3)
+        first, second, third = (await state.freeze("r1")).entries
+        assert [entry.is_delta for entry in (first, second, third)] == [False, True, True]
+        assert third.parent == Continues("c1", 7)
 
     asyncio.run(run())

@@ -1,0 +1,153 @@
+"""How a process reaches the state actors.
+
+Invariant: an operation that returns was acknowledged by the shard of its rollout; one that raises
+`StoreUnavailableError` may be repeated, like every operation here.
+
+Flow: the shard is picked by a stable hash of the rollout id -> operations that come up while others of the same shard
+are under way leave together -> each caller gets its own answer, or its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Awaitable, Sequence
+from typing import Any, Final, TypeVar, cast
+
+from ray.actor import ActorHandle
+from ray.exceptions import RayActorError, RayTaskError
+
+from gym_capture.codec import decode_snapshot, encode_delta
+from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
+from gym_capture.protocols import Resolution
+from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.serving.state_shard import Begun
+
+_T = TypeVar("_T")
+ANSWER_WITHIN_S: Final = 30.0
+_BATCHES_IN_FLIGHT: Final = 2
+
+
+class StateClient:
+    """Reaches the shard of a rollout. One object for all rollouts; a `TokenSink`, a `TokenSource`, a `LineageStore`."""
+
+    def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
+        self._shards = list(shards)
+        self._lanes = [_Lane(shard) for shard in self._shards]
+
+    def _index(self, rollout_id: str) -> int:
+        return zlib.crc32(rollout_id.encode()) % len(self._shards)
+
+    def _shard(self, rollout_id: str) -> ActorHandle[Any]:
+        return self._shards[self._index(rollout_id)]
+
+    async def _batched(self, rollout_id: str, method: str, *args: object) -> object:
+        return await self._lanes[self._index(rollout_id)].call(method, args, rollout_id)
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        return cast(Begun, await self._batched(intent.rollout_id, "begin", intent, tuple(turn_keys)))
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        return cast(Resolution, await self._batched(rollout_id, "resolve", rollout_id, tuple(turn_keys)))
+
+    async def begin_call(self, intent: CallIntent) -> int:
+        return (await self.begin(intent, ())).epoch
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await self._batched(entry.rollout_id, "put", encode_delta(entry), epoch)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "abandon_call", rollout_id, call_id, epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "mark_incomplete", rollout_id, reason, epoch)
+
+    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "mark_delivered", rollout_id, call_id, epoch)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
+        await self._batched(rollout_id, "mark_undelivered", rollout_id, call_id, epoch)
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        return decode_snapshot(
+            cast(bytes, await _answer(self._shard(rollout_id).freeze.remote(rollout_id), rollout_id))
+        )
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        await _answer(self._shard(rollout_id).drop.remote(rollout_id, snapshot_id, version), rollout_id)
+
+    async def clear(self, rollout_id: str) -> None:
+        await _answer(self._shard(rollout_id).clear.remote(rollout_id), rollout_id)
+
+    async def rollout_ids(self) -> Sequence[str]:
+        answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self._shards))
+        return sorted(rollout_id for answer in answers for rollout_id in answer)
+
+    async def close(self) -> None:
+        """The actors stay: they belong to the cluster."""
+
+
+class _Lane:
+    """Calls of one process to one shard: what comes up while others are under way leaves together.
+
+    An actor call costs about a millisecond of processor time on both sides, whatever it carries; under load that is
+    most of what capture costs. Alone, a call leaves at once.
+    """
+
+    def __init__(self, shard: ActorHandle[Any]) -> None:
+        self._shard = shard
+        self._waiting: list[tuple[str, tuple[object, ...], asyncio.Future[object]]] = []
+        self._flying: set[asyncio.Task[None]] = set()
+
+    async def call(self, method: str, args: tuple[object, ...], rollout_id: str) -> object:
+        answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._waiting.append((method, args, answer))
+        if len(self._flying) < _BATCHES_IN_FLIGHT:
+            self._send()
+        result = await answer
+        if isinstance(result, GymCaptureError):
+            if result.rollout_id is None:
+                result.rollout_id = rollout_id
+            raise result
+        return result
+
+    def _send(self) -> None:
+        task = asyncio.ensure_future(self._fly())
+        self._flying.add(task)
+        task.add_done_callback(self._landed)
+
+    def _landed(self, task: asyncio.Task[None]) -> None:
+        self._flying.discard(task)
+        if self._waiting:
+            self._send()
+
+    async def _fly(self) -> None:
+        await asyncio.sleep(0)  # whatever is ready in this turn of the loop comes along
+        batch, self._waiting = self._waiting, []
+        if not batch:
+            return
+        answers: Sequence[object]
+        try:
+            answers = await _answer(self._shard.batch.remote([(method, args) for method, args, _ in batch]), None)
+        except StoreError as error:
+            answers = [StoreUnavailableError(error.message) for _ in batch]
+        for (_, _, future), answer in zip(batch, answers, strict=True):
+            if not future.done():  # else its caller has been cancelled
+                future.set_result(answer)
+
+
+async def _answer(reply: Awaitable[_T], rollout_id: str | None) -> _T:
+    """Awaits an actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe."""
+    try:
+        return await asyncio.wait_for(_as_coroutine(reply), ANSWER_WITHIN_S)
+    except RayTaskError as error:
+        cause = error.cause
+        if isinstance(cause, GymCaptureError):
+            raise cause from None
+        raise StoreUnavailableError(f"the state actor failed: {cause!r}", rollout_id=rollout_id) from error
+    except (RayActorError, TimeoutError) as error:
+        raise StoreUnavailableError("the state actor does not answer", rollout_id=rollout_id) from error
+
+
+async def _as_coroutine(reply: Awaitable[_T]) -> _T:
+    return await reply

@@ -1,0 +1,196 @@
+"""A state actor: token sink, token source and lineage of its share of the rollouts.
+
+Invariant: a `put` is acknowledged only when it is durable in the shard's store *and* its lineage would find it, so a
+`resolve` from any replica that starts after the acknowledgement sees it. An actor that restarts opens its store before
+it answers anything. Sink and lineage live in one actor on purpose: one round trip registers a call's intent and
+resolves its parent, one commits it, and there is no moment at which the sink has a record that lineage lacks.
+
+Flow: a client's `batch` -> `begin` -> `put` -> ... `freeze` -> `drop`. Puts that wait for a slow disk are bounded by
+turning new calls away, before they cost any compute; a call that has generated is always taken.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol, runtime_checkable
+
+from gym_capture.codec import decode_entry, encode_snapshot
+from gym_capture.errors import GymCaptureError, StoreError
+from gym_capture.imports import load
+from gym_capture.lineage_cache import LineageCache
+from gym_capture.protocols import Resolution, TokenSink, TokenSource
+from gym_capture.records import CallIntent, TokenEntry
+
+LINEAGE_BYTES: Final = 512 << 20
+
+
+class RecordStore(TokenSink, TokenSource, Protocol):
+    """What a shard hosts: a sink and a source that can be read back when the actor restarts."""
+
+
+@runtime_checkable
+class EncodedStore(Protocol):
+    """A store that takes and gives records as the bytes in which they travel."""
+
+    async def put_encoded(self, data: bytes, *, epoch: int) -> None: ...
+    async def freeze_encoded(self, rollout_id: str) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """Answer to `begin`: the epoch that the call's writes carry, and what it continues."""
+
+    epoch: int
+    resolution: Resolution
+    may_be_retry: bool = False
+    """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
+
+
+class StateShard:
+    """One state actor.
+
+    lineage_bytes: memory for lineage; rollouts that were not used lately are read from the store again when they are.
+    """
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        shards: int,
+        store: str,
+        store_kwargs: Mapping[str, Any],
+        directory: str,
+        lineage_bytes: int = LINEAGE_BYTES,
+    ) -> None:
+        self._shards = shards
+        self._store_path = store
+        self._store_kwargs = dict(store_kwargs)
+        self._directory = Path(directory).expanduser() / f"shard-{index:04d}"
+        self._lineage_bytes = lineage_bytes
+        self._hosted: _Hosted | None = None
+        self._opening = asyncio.Lock()
+
+    async def _opened(self) -> _Hosted:
+        """What the shard hosts, opened on first use: an actor's constructor cannot await."""
+        if self._hosted is None:
+            async with self._opening:
+                if self._hosted is None:
+                    factory = load(self._store_path)
+                    store: RecordStore = await factory(directory=self._directory, **self._store_kwargs)
+                    lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
+                    lineage.expect(await store.rollout_ids())
+                    self._hosted = _Hosted(store, store if isinstance(store, EncodedStore) else None, lineage)
+        return self._hosted
+
+    async def describe(self) -> int:
+        """How many shards share the rollouts. Answering means: the store is open and read back."""
+        await self._opened()
+        return self._shards
+
+    async def batch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
+        """Runs calls of the methods below at the same time, so that one group commit covers them.
+
+        An answer, or the error, for each; an error that this package does not know fails the whole batch.
+        """
+        await self._opened()
+        return list(await asyncio.gather(*(self._one(method, args) for method, args in calls)))
+
+    async def _one(self, method: str, args: tuple[Any, ...]) -> object:
+        try:
+            return await _BATCHED[method](self, *args)
+        except GymCaptureError as error:
+            return error
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+        hosted = await self._opened()
+        epoch = await hosted.store.begin_call(intent)
+        try:
+            return Begun(epoch, *await hosted.lineage.resolve(intent.rollout_id, turn_keys))
+        except StoreError:
+            # The caller is told that its call has not begun, so its intent must not be missed.
+            await hosted.store.abandon_call(intent.rollout_id, intent.model_call_id, epoch=epoch)
+            raise
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+        """`begin` without an intent: for a request that is only measured."""
+        resolution, _ = await (await self._opened()).lineage.resolve(rollout_id, turn_keys)
+        return resolution
+
+    async def put(self, data: bytes, epoch: int) -> None:
+        hosted = await self._opened()
+        entry = decode_entry(data)
+        await hosted.put(entry, data, epoch)
+        for problem in await hosted.lineage.add(entry):
+            reason = f"lineage_{problem.reason}:{entry.model_call_id}"
+            await self.mark_incomplete(entry.rollout_id, reason, epoch)
+
+    async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        await (await self._opened()).store.abandon_call(rollout_id, call_id, epoch=epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
+        await (await self._opened()).store.mark_incomplete(rollout_id, reason, epoch=epoch)
+
+    async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        hosted = await self._opened()
+        await hosted.store.mark_delivered(rollout_id, call_id, epoch=epoch)
+        await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=True)
+
+    async def mark_undelivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
+        hosted = await self._opened()
+        await hosted.store.mark_undelivered(rollout_id, call_id, epoch=epoch)
+        await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=False)
+
+    async def freeze(self, rollout_id: str) -> bytes:
+        return await (await self._opened()).freeze(rollout_id)
+
+    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
+        hosted = await self._opened()
+        await hosted.store.drop(rollout_id, snapshot_id, version)
+        hosted.lineage.forget(rollout_id)
+
+    async def clear(self, rollout_id: str) -> None:
+        hosted = await self._opened()
+        await hosted.store.clear(rollout_id)
+        hosted.lineage.forget(rollout_id)
+
+    async def rollout_ids(self) -> Sequence[str]:
+        return await (await self._opened()).store.rollout_ids()
+
+    async def close(self) -> None:
+        """Lets go of the store, for whoever opens it next. An actor needs no such end: its process has one."""
+        await (await self._opened()).store.close()
+
+
+_BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
+    "begin": StateShard.begin,
+    "resolve": StateShard.resolve,
+    "put": StateShard.put,
+    "abandon_call": StateShard.abandon_call,
+    "mark_incomplete": StateShard.mark_incomplete,
+    "mark_delivered": StateShard.mark_delivered,
+    "mark_undelivered": StateShard.mark_undelivered,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Hosted:
+    """An open store and the lineage over it."""
+
+    store: RecordStore
+    encoded: EncodedStore | None
+    """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
+    lineage: LineageCache
+
+    async def put(self, entry: TokenEntry, data: bytes, epoch: int) -> None:
+        if self.encoded is not None:
+            await self.encoded.put_encoded(data, epoch=epoch)
+        else:
+            await self.store.put(entry, epoch=epoch)
+
+    async def freeze(self, rollout_id: str) -> bytes:
+        if self.encoded is not None:
+            return await self.encoded.freeze_encoded(rollout_id)
+        return encode_snapshot(await self.store.freeze(rollout_id))
