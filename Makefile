@@ -3,10 +3,12 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+CLIENTS := tests/clients
+CLIENTS_READY := $(CLIENTS)/node_modules/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast lint format typecheck bench check-configs contiguity-table clean
+.PHONY: help setup demo test test-fast test-clients lint format typecheck bench check-configs contiguity-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -29,6 +31,16 @@ test: $(READY)  ## all tests, with a real vLLM engine (under 15 minutes on 2 cor
 
 test-fast: $(READY)  ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+
+test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
+	$(BIN)/python -m pytest -q $(CLIENTS)/e2e.py $(ARGS)
+
+# --ignore-scripts: nothing of a package runs before a test calls it.
+$(CLIENTS_READY): $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
+	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null && command -v npm >/dev/null \
+		|| { echo "test-clients needs Node 20 or newer, with npm, on the PATH"; exit 1; }
+	npm ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
 
 lint: $(READY)  ## ruff: lint and format check
 	$(BIN)/ruff check .
