@@ -110,7 +110,7 @@ class ChatDialect:
                 "created": identity.created,
                 "model": identity.model,
                 "choices": [choice],
-                "usage": _usage(reply.usage),
+                "usage": usage(reply.usage),
             }
         )
 
@@ -158,7 +158,7 @@ class _ChatStream:
     def finish(self, reply: ModelReply) -> bytes:
         out = self._chunk(b"{}", finish=orjson.dumps(reply.finish_reason))
         if self._include_usage:
-            out += self._prefix + b',"choices":[],"usage":' + orjson.dumps(_usage(reply.usage)) + b"}\n\n"
+            out += self._prefix + b',"choices":[],"usage":' + orjson.dumps(usage(reply.usage)) + b"}\n\n"
         return out + b"data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> bytes:
@@ -196,12 +196,13 @@ def log_prob(shown: TokenLogProb) -> dict[str, Any]:
     return {**one(shown.token, shown.log_prob), "top_logprobs": [one(*top) for top in shown.top]}
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def usage(counts: Usage) -> dict[str, Any]:
+    """Counts as OpenAI's APIs of before Responses spell them."""
     return {
-        "prompt_tokens": usage.prompt_tokens,
-        "completion_tokens": usage.completion_tokens,
-        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens": counts.prompt_tokens,
+        "completion_tokens": counts.completion_tokens,
+        "total_tokens": counts.prompt_tokens + counts.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": counts.cached_tokens},
     }
 
 
