@@ -9,7 +9,7 @@ were consumed and kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -91,8 +91,12 @@ def scan(directory: str | Path) -> LogReport:
     )
 
 
-def read_snapshots(directory: str | Path, *, consumed: bool = False) -> Iterator[Snapshot]:
+def read_snapshots(
+    directory: str | Path, *, consumed: bool = False, rollout_ids: Collection[str] | None = None
+) -> Iterator[Snapshot]:
     """The live rollouts, or those that were consumed and kept: in order of their ids, one at a time in memory.
+
+    `rollout_ids`: only these, as far as they are there; the records of others are not read back.
 
     A rollout that was consumed more than once comes once for each attempt. Raises as `scan`, and
     `StoreUnavailableError` also if a store deletes a segment while it is read.
@@ -102,10 +106,13 @@ def read_snapshots(directory: str | Path, *, consumed: bool = False) -> Iterator
     reader = SegmentReader(path)
     try:
         if consumed:
-            attempts = _attempts(path, index.kept_epochs())
+            kept = [
+                (rollout_id, epoch) for rollout_id, epoch in index.kept_epochs() if _wanted(rollout_id, rollout_ids)
+            ]
+            attempts = _attempts(path, kept)
             frozen = ((state.rollout_id, state.freeze(), sorted(entries.items())) for state, entries in attempts)
         else:
-            live = index.book.live_ids()
+            live = [rollout_id for rollout_id in index.book.live_ids() if _wanted(rollout_id, rollout_ids)]
             frozen = ((rollout_id, index.book.freeze(rollout_id), index.entries(rollout_id)) for rollout_id in live)
         for rollout_id, facts, entries in frozen:
             yield decode_snapshot(read_snapshot(reader, rollout_id, facts, entries))
@@ -113,6 +120,10 @@ def read_snapshots(directory: str | Path, *, consumed: bool = False) -> Iterator
         raise StoreUnavailableError(f"the log directory {path} changed while it was read: {error}") from error
     finally:
         reader.close()
+
+
+def _wanted(rollout_id: str, rollout_ids: Collection[str] | None) -> bool:
+    return rollout_ids is None or rollout_id in rollout_ids
 
 
 def _replay(directory: Path) -> Replayed:
