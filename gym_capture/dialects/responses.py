@@ -35,6 +35,8 @@ _REPEATED_AS_THEY_ARE: Final = (
     "max_tool_calls",
     "prompt_cache_key",
     "safety_identifier",
+    "temperature",
+    "top_p",
     "user",
 )
 

@@ -148,9 +148,6 @@ class ResponseObject:
             "previous_response_id": None,
             "service_tier": "default",
             "truncation": "disabled",
-            # As used, which is as pinned if they are pinned; null is the model's own default.
-            "temperature": request.sampling.get("temperature"),
-            "top_p": request.sampling.get("top_p"),
         }
         members: bytes = request.echo["members"]
         self._head = orjson.dumps(head)[:-1] + b"," + members + b","
