@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
@@ -28,13 +29,14 @@ def start_shards(
     directory: str,
     lineage_bytes: int = LINEAGE_BYTES,
 ) -> None:
-    """Makes sure that the state actors of `namespace` run; those that do are kept, with their records.
+    """Makes sure that the state actors of `namespace` run and have read their logs back.
 
-    Raises `ConfigError` if they run with another number of shards.
+    Those that run already are kept, with their records. Raises `ConfigError` if they run with another number of shards.
     """
-    actor_cls = ray.remote(StateShard)
-    for index in range(shards):
-        actor_cls.options(
+    actor_class = ray.remote(StateShard)
+
+    def start(index: int) -> ActorHandle[Any]:
+        return actor_class.options(
             name=_actor_name(index),
             namespace=namespace,
             lifetime="detached",
@@ -51,12 +53,15 @@ def start_shards(
             directory=directory,
             lineage_bytes=lineage_bytes,
         )
-    running = ray.get(ray.get_actor(_actor_name(0), namespace=namespace).describe.remote())
+
+    # The first says whether others are needed, before there are too many.
+    running = ray.get(start(0).describe.remote())
     if running != shards:
         raise ConfigError(
             f"state.shards: namespace {namespace!r} already runs {running} state actors, not {shards}; "
             "use that number, or another namespace"
         )
+    ray.get([start(index).describe.remote() for index in range(1, shards)])
 
 
 def connect(*, namespace: str = "gym-capture") -> StateClient:

@@ -1,0 +1,299 @@
+"""State actors: durable puts through them, one put alone, and how much memory many live rollouts take.
+
+Claims, each with its own line:
+- at 64 calls at once, real actors make at least 8 times as many calls durable in a second as a store that appends each
+  call to a JSON Lines file of its rollout and syncs it - on the same disk, in the same run, rounds alternating;
+- one put alone takes at most 1.5 times what a bare actor round trip and one `fdatasync` of as many bytes take together;
+- 10,000 live rollouts of 10 calls fit into 2 GB over all state actors; and with a tenth of the memory for lineage every
+  conversation still finds its parent.
+
+A call here has 2,000 ids of history and 500 new ids, of which 200 are generated; in the memory claim, a rollout starts
+with 1,000 ids and each call adds 300.
+
+Run: python -m benchmarks.state [DIRECTORY]     (files are made in a temporary directory inside it; default: here)
+
+Prints one JSON object a line; exits non-zero if a claim does not hold.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+
+from benchmarks.store import FileStore
+from gym_capture.demo.graph import private_ray
+from gym_capture.protocols import Resolved
+from gym_capture.records import CallIntent, Continues, IdArray, Parent, Root, TokenEntry
+from gym_capture.serving.state import StateClient, connect, start_shards
+
+SHARDS = 2
+CONCURRENT = 64
+ROUNDS, ACTOR_PUTS, FILE_PUTS = 5, 2_560, 256
+MIN_TIMES_FASTER = 8.0
+ALONE_PUTS = 200
+MAX_TIMES_BARE = 1.5
+ROLLOUTS, CALLS = 10_000, 10
+MAX_BYTES = 2_000_000_000
+TIGHT_BYTES, TIGHT_ROLLOUTS = 4 << 20, 1_000
+LOG = "gym_capture.stores.log:LogStore.open"
+
+
+def main(parent: str = ".") -> int:
+    with (
+        tempfile.TemporaryDirectory(dir=parent, prefix=".bench-state-") as directory,
+        private_ray(cpus=4, namespace="bench-state"),
+    ):
+        holds = [
+            asyncio.run(_puts(Path(directory))),
+            asyncio.run(_alone(Path(directory))),
+            asyncio.run(_live(Path(directory))),
+            asyncio.run(_tight(Path(directory))),
+        ]
+    return 0 if all(holds) else 1
+
+
+def _report(benchmark: str, **figures: object) -> None:
+    print(json.dumps({"benchmark": benchmark, **figures}), flush=True)
+
+
+def _started(directory: Path, name: str, *, shards: int = SHARDS, **options: Any) -> StateClient:
+    """State actors of their own, on a log of their own."""
+    start_shards(namespace=name, shards=shards, store=LOG, store_kwargs={}, directory=str(directory / name), **options)
+    return connect(namespace=name)
+
+
+def _state_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if process.name().startswith("ray::StateShard")]
+
+
+# --- puts ------------------------------------------------------------------------------------------------------------
+
+
+async def _puts(directory: Path) -> bool:
+    files = FileStore(directory / "files")
+    state = _started(directory, "puts")
+    entries = {f"r{index}": _call(f"r{index}", 0, history=2_000, new=500) for index in range(CONCURRENT)}
+    epochs = {name: await state.begin_call(_intent(name, 0)) for name in entries}
+
+    async def to_file(entry: TokenEntry) -> None:
+        files.put(entry)
+
+    async def to_actor(entry: TokenEntry) -> None:
+        await state.put(entry, epoch=epochs[entry.rollout_id])
+
+    file_rates, actor_rates, latencies_s = [], [], list[float]()
+    await _rate(to_actor, ACTOR_PUTS // 4, "warm-up")
+    for index in range(ROUNDS):
+        file_rates.append((await _rate(to_file, FILE_PUTS, f"f{index}"))[0])
+        actor_rate, round_latencies_s = await _rate(to_actor, ACTOR_PUTS, f"a{index}")
+        actor_rates.append(actor_rate)
+        latencies_s += round_latencies_s
+    times = median(actor / file for actor, file in zip(actor_rates, file_rates, strict=True))
+    _report(
+        "state.puts",
+        shards=SHARDS,
+        concurrent=CONCURRENT,
+        puts_per_s=round(median(actor_rates)),
+        p50_ms=round(1e3 * float(np.percentile(latencies_s, 50)), 2),
+        p99_ms=round(1e3 * float(np.percentile(latencies_s, 99)), 2),
+        file_puts_per_s=round(median(file_rates)),
+        times_file=round(times, 1),
+        target_times=MIN_TIMES_FASTER,
+        ok=times >= MIN_TIMES_FASTER,
+    )
+    return times >= MIN_TIMES_FASTER
+
+
+async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, name: str) -> tuple[float, list[float]]:
+    """Puts a second, by `CONCURRENT` callers of which each waits for its own, and how long each put took."""
+    latencies_s: list[float] = []
+    calls = [
+        [_call(f"r{rollout}", f"{name}-{turn}", history=2_000, new=500) for turn in range(puts // CONCURRENT)]
+        for rollout in range(CONCURRENT)
+    ]
+
+    async def caller(entries: list[TokenEntry]) -> None:
+        for entry in entries:
+            began = time.perf_counter()
+            await put(entry)
+            latencies_s.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    await asyncio.gather(*(caller(entries) for entries in calls))
+    return len(latencies_s) / (time.perf_counter() - began), latencies_s
+
+
+# --- one put alone ---------------------------------------------------------------------------------------------------
+
+
+class Bare:
+    """The least that an actor can do."""
+
+    async def answer(self, data: bytes) -> None:
+        pass
+
+
+async def _alone(directory: Path) -> bool:
+    state = _started(directory, "alone", shards=1)
+    bare = ray.remote(Bare).options(num_cpus=0).remote()
+    epoch = await state.begin_call(_intent("r0", 0))
+    data = b"x" * 5_000
+    round_trips_s, syncs_s, puts_s = list[float](), list[float](), list[float]()
+    descriptor = os.open(directory / "alone.bin", os.O_WRONLY | os.O_CREAT, 0o600)
+    for index in range(ALONE_PUTS):
+        began = time.perf_counter()
+        await bare.answer.remote(data)
+        round_trips_s.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        os.write(descriptor, data)
+        os.fdatasync(descriptor)
+        syncs_s.append(time.perf_counter() - began)
+        entry = _call("r0", index, history=2_000, new=500)
+        began = time.perf_counter()
+        await state.put(entry, epoch=epoch)
+        puts_s.append(time.perf_counter() - began)
+    os.close(descriptor)
+    bare_s = median(round_trips_s) + median(syncs_s)
+    times = median(puts_s) / bare_s
+    _report(
+        "state.put_alone",
+        p50_ms=round(1e3 * median(puts_s), 2),
+        p99_ms=round(1e3 * float(np.percentile(puts_s, 99)), 2),
+        round_trip_ms=round(1e3 * median(round_trips_s), 2),
+        fdatasync_ms=round(1e3 * median(syncs_s), 2),
+        times_bare=round(times, 2),
+        target_times=MAX_TIMES_BARE,
+        ok=times <= MAX_TIMES_BARE,
+    )
+    return times <= MAX_TIMES_BARE
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+async def _live(directory: Path) -> bool:
+    before = {process.pid for process in _state_processes()}
+    state = _started(directory, "live")
+    actors = [process for process in _state_processes() if process.pid not in before]
+    empty_bytes = sum(process.memory_info().rss for process in actors)
+    began = time.perf_counter()
+    await _play_all(state, ROLLOUTS)
+    play_s = time.perf_counter() - began
+    used_bytes = sum(process.memory_info().rss for process in actors)
+    live = len(await state.rollout_ids())
+    _report(
+        "state.live_rollouts",
+        rollouts=live,
+        calls=ROLLOUTS * CALLS,
+        actors=len(actors),
+        calls_per_s=round(ROLLOUTS * CALLS / play_s),
+        empty_mb=round(empty_bytes / 1e6),
+        used_mb=round(used_bytes / 1e6),
+        kb_per_rollout=round((used_bytes - empty_bytes) / ROLLOUTS / 1e3, 1),
+        target_mb=MAX_BYTES // 1_000_000,
+        ok=used_bytes <= MAX_BYTES and live == ROLLOUTS,
+    )
+    return used_bytes <= MAX_BYTES and live == ROLLOUTS
+
+
+async def _tight(directory: Path) -> bool:
+    """Conversations that find their parents although most of them are evicted between two calls: `_play` checks."""
+    state = _started(directory, "tight", lineage_bytes=TIGHT_BYTES)
+    began = time.perf_counter()
+    await _play_all(state, TIGHT_ROLLOUTS)
+    play_s = time.perf_counter() - began
+    _report(
+        "state.evicted_rollouts",
+        rollouts=TIGHT_ROLLOUTS,
+        lineage_mb_per_shard=TIGHT_BYTES >> 20,
+        calls_per_s=round(TIGHT_ROLLOUTS * CALLS / play_s),
+        ok=True,
+    )
+    return True
+
+
+async def _play_all(state: StateClient, rollouts: int) -> None:
+    """All rollouts get their first call, then all their second...: nothing was used less recently than what is next."""
+    histories: dict[str, IdArray] = {f"r{number}": np.zeros(0, dtype=np.int32) for number in range(rollouts)}
+    keys: list[str] = []
+    for turn in range(CALLS):
+        names = iter(histories)
+
+        async def caller(names: Any = names, turn: int = turn) -> None:
+            for name in names:
+                histories[name] = await _play(state, name, turn, histories[name], keys)
+
+        await asyncio.gather(*(caller() for _ in range(CONCURRENT)))
+        keys.append(f"{turn:064}")
+
+
+async def _play(state: StateClient, name: str, turn: int, history: IdArray, keys: list[str]) -> IdArray:
+    begun = await state.begin(_intent(name, turn), keys)
+    if turn:
+        assert isinstance(begun.resolution, Resolved), begun.resolution
+        assert np.array_equal(begun.resolution.cumulative_ids, history)
+    entry = _call(name, turn, history=history, new=300 if turn else 1_000)
+    await state.put(entry, epoch=begun.epoch)
+    return entry.cumulative_ids()
+
+
+# --- a call ----------------------------------------------------------------------------------------------------------
+
+_RNG = np.random.default_rng(0)
+_IDS = _RNG.integers(0, 150_000, 20_000, dtype=np.int32)
+_LOG_PROBS = -_RNG.random(200, dtype=np.float32)
+_TEXT = "some words " * 70
+
+
+def _call(name: str, turn: int | str, *, history: IdArray | int, new: int) -> TokenEntry:
+    """A call that continues one with the ids `history`, or claims to continue one with so many."""
+    ids = _IDS[:history] if isinstance(history, int) else history
+    parent: Parent = Root()
+    if ids.size:
+        parent = Continues(_call_id(turn - 1 if isinstance(turn, int) else turn), int(ids.size))
+    generated = min(200, new // 2)
+    return TokenEntry(
+        rollout_id=name,
+        model_call_id=_call_id(turn),
+        model="policy",
+        requested_model="policy",
+        has_tools=True,
+        prompt_token_ids=np.concatenate((ids, _IDS[: new - generated])),
+        generation_token_ids=_IDS[-generated:],
+        generation_log_probs=_LOG_PROBS[:generated],
+        parent=parent,
+        output_items=({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": _TEXT}]},),
+        token_item_index=0,
+        turn_key=f"{turn:064}" if isinstance(turn, int) else turn,
+        finish_reason="stop",
+        prefix_requested=bool(ids.size),
+        prefix_supplied=bool(ids.size),
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        max_tokens=4_096,
+        created_at=1_795_000_000.5,
+    )
+
+
+def _call_id(turn: int | str) -> str:
+    return f"chatcmpl-{turn:0>32}"
+
+
+def _intent(name: str, turn: int) -> CallIntent:
+    return CallIntent(rollout_id=name, model_call_id=_call_id(turn), created_at=1.0, request_digest="f" * 64)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,72 @@
+"""State shards as real actors: started once, found by name, killed and back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+
+from gym_capture.demo.graph import private_ray
+from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.protocols import Resolved
+from gym_capture.serving.state import connect, start_shards
+from tests.serving.shards import LOG
+from tests.serving.test_state import play
+
+NAMESPACE = "state-actors"
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with private_ray(cpus=1, namespace=NAMESPACE):
+        yield
+
+
+def start(directory: Path, *, shards: int, namespace: str = NAMESPACE) -> None:
+    start_shards(namespace=namespace, shards=shards, store=LOG, store_kwargs={}, directory=str(directory))
+
+
+def shard_processes() -> list[psutil.Process]:
+    children = psutil.Process().children(recursive=True)
+    return [process for process in children if process.name().startswith("ray::StateShard")]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp_path: Path) -> None:
+    async def run() -> None:
+        start(tmp_path, shards=2)
+        state = connect(namespace=NAMESPACE)
+        names = [f"r{number}" for number in range(8)]
+        await asyncio.gather(*(play(state, name, calls=3) for name in names))
+        killed = shard_processes()
+        assert len(killed) == 2
+        for process in killed:
+            os.kill(process.pid, signal.SIGKILL)
+        for name in names:
+            resolution = await state.resolve(name, ["k0", "k1", "k2"])
+            assert isinstance(resolution, Resolved)
+            assert resolution.call_id == "c2"
+            snapshot = await state.freeze(name)
+            assert (len(snapshot.entries), snapshot.incomplete) == (3, ())
+        assert await state.rollout_ids() == names
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_actors_are_started_once_and_their_number_stays(tmp_path: Path) -> None:
+    namespace = "twice"
+    with pytest.raises(StoreUnavailableError):
+        connect(namespace=namespace)
+    start(tmp_path, shards=1, namespace=namespace)
+    start(tmp_path, shards=1, namespace=namespace)
+    with pytest.raises(ConfigError, match=r"state\.shards: namespace 'twice' already runs 1 state actors, not 3"):
+        start(tmp_path, shards=3, namespace=namespace)
+    actors = ray.util.list_named_actors(all_namespaces=True)
+    assert [actor["name"] for actor in actors if actor["namespace"] == namespace] == ["state-0"]
