@@ -75,13 +75,14 @@ class ResponsesStream:
         return self._life("response.in_progress", self._response.encode("in_progress"))
 
     def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
-        self._log_probs.extend(log_probs or ())
+        if log_probs:
+            self._log_probs.extend(log_probs)
         frames: list[bytes] = []
         for event in events:
             match event:
                 case TextDelta(text):
                     self._text(text, frames)
-                case ReasoningDelta(text):
+                case ReasoningDelta(text) if text:
                     if not isinstance(self._open, _OpenReasoning):
                         self._begin(partial(_OpenReasoning, self._items), frames)
                     self._delta(text, frames)
@@ -91,7 +92,7 @@ class ResponsesStream:
                     if not isinstance(self._open, _OpenCall) or self._open.number != number:
                         raise ValueError(f"arguments of tool call {number}, which is not the one that is open")
                     self._delta(arguments, frames)
-        if isinstance(self._open, _OpenReasoning | _OpenCall) and not self._held:
+        if self._log_probs and isinstance(self._open, _OpenReasoning | _OpenCall) and not self._held:
             self._log_probs.clear()  # of what is not text
         return b"".join(frames)
 
@@ -149,8 +150,8 @@ class ResponsesStream:
         if not text:
             return
         item.parts.append(text)
-        shown = b""
-        if isinstance(item, _OpenMessage):
+        shown = item.delta_tail
+        if self._log_probs and isinstance(item, _OpenMessage):
             shown = b',"logprobs":' + orjson.dumps([log_prob(p) for p in self._log_probs])
             item.log_probs.extend(self._log_probs)
             self._log_probs.clear()
@@ -180,6 +181,9 @@ class ResponsesStream:
 
 class _OpenItem(ABC):
     """An item between its `added` and its `done`."""
+
+    delta_tail = b""
+    """Members of a delta after its text."""
 
     def __init__(self, position: int, added: JsonObject, *, delta: str | None, **place: int) -> None:
         self.parts: list[str] = []
@@ -234,6 +238,8 @@ class _OpenReasoning(_OpenContent):
 
 
 class _OpenMessage(_OpenContent):
+    delta_tail = b',"logprobs":[]'
+
     def __init__(self, items: ItemWriter, position: int) -> None:
         added = items.message(position, "", status="in_progress")
         super().__init__(position, added, kind="output_text", empty_part=text_part("", ()))

@@ -189,9 +189,18 @@ def test_items_stand_in_order_and_calls_go_by_their_clients_names() -> None:
         ((ReasoningDelta("R"),), ["reasoning"]),
         ((ReasoningDelta("R"), TextDelta("\n\n")), ["reasoning"]),
         ((TextDelta("\n"), ToolCallStart(0, "c", "f")), ["function_call"]),
+        ((ReasoningDelta(""), TextDelta("x")), ["message"]),
         ((ReasoningDelta("R"), TextDelta("x")), ["reasoning", "message"]),
     ],
-    ids=["nothing", "whitespace", "only thought", "thought and whitespace", "whitespace before a call", "thought"],
+    ids=[
+        "nothing",
+        "whitespace",
+        "only thought",
+        "thought and whitespace",
+        "whitespace before a call",
+        "no thought",
+        "thought",
+    ],
 )
 def test_there_is_an_item_for_what_was_said_and_for_nothing_else(
     events: tuple[ReplyEvent, ...], types: list[str]
