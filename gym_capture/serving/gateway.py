@@ -36,6 +36,7 @@ from gym_capture.errors import GymCaptureError, RequestTooLargeError
 from gym_capture.serving.call import CallInFlight, CallService, unknown_model
 from gym_capture.serving.errors import classify
 from gym_capture.serving.live import LiveCall, LiveCalls
+from gym_capture.serving.openapi import describe
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,8 @@ _DIALECTS: Final[Mapping[str, Dialect]] = {
     "/v1/messages": _MESSAGES,
 }
 _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
-_PREFIXES: Final = ("", "/ng-rollout/{rollout_id}", "/ng-rollout/{rollout_id}/training-token-capture")
+_ROLLOUT: Final = "/ng-rollout/{rollout_id}"
+_PREFIXES: Final = ("", _ROLLOUT, f"{_ROLLOUT}/training-token-capture")
 _JSON: Final = "application/json"
 _GONE: Final = 499
 _FIRST_BYTE_S: Final = 1.5
@@ -115,7 +117,15 @@ def build_gateway(
             ("HEAD", "" if prefix else "/", index),
         ]
         for method, path, handler in routes:
-            app.add_api_route(prefix + path, handler, methods=[method], include_in_schema=prefix == "")
+            is_call = method == "POST"
+            app.add_api_route(
+                prefix + path,
+                handler,
+                methods=[method],
+                include_in_schema=prefix == "" or (is_call and prefix == _ROLLOUT),
+                openapi_extra=describe(path, in_rollout=prefix == _ROLLOUT) if is_call else None,
+                operation_id=f"{method} {prefix + path}",
+            )
     app.add_api_route("/healthz", healthz, methods=["GET"])
 
     @app.exception_handler(HTTPException)
