@@ -13,6 +13,7 @@ that boundary nothing catches `Exception`.
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
+    │       └── StoreOverloadedError   ...because too many records wait to become durable
     ├── RequestError               the client's fault
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
     │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.template`)
@@ -93,6 +94,10 @@ class StoreUnavailableError(StoreError):
     """The store, or the actor that hosts it, cannot answer now."""
 
     retryable = True
+
+
+class StoreOverloadedError(StoreUnavailableError):
+    """Too many records wait to become durable for another call to begin; those of calls under way are still taken."""
 
 
 class RequestError(GymCaptureError):

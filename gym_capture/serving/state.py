@@ -15,9 +15,19 @@ from ray.actor import ActorHandle
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
-from gym_capture.serving.state_shard import LINEAGE_BYTES, Begun, StateShard
+from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, Begun, StateShard
+from gym_capture.serving.stats import ShardStats
 
-__all__ = ["LINEAGE_BYTES", "Begun", "StateClient", "StateShard", "connect", "start_shards"]
+__all__ = [
+    "LINEAGE_BYTES",
+    "WAITING_BYTES",
+    "Begun",
+    "ShardStats",
+    "StateClient",
+    "StateShard",
+    "connect",
+    "start_shards",
+]
 
 
 def start_shards(
@@ -28,6 +38,7 @@ def start_shards(
     store_kwargs: Mapping[str, Any],
     directory: str,
     lineage_bytes: int = LINEAGE_BYTES,
+    waiting_bytes: int = WAITING_BYTES,
 ) -> None:
     """Makes sure that the state actors of `namespace` run and have read their logs back.
 
@@ -52,6 +63,8 @@ def start_shards(
             store_kwargs=store_kwargs,
             directory=directory,
             lineage_bytes=lineage_bytes,
+            waiting_bytes=waiting_bytes,
+            metrics_namespace=namespace,
         )
 
     # The first says whether others are needed, before there are too many.

@@ -22,6 +22,7 @@ from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableErro
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.state_shard import Begun
+from gym_capture.serving.stats import ShardStats, total
 
 _T = TypeVar("_T")
 ANSWER_WITHIN_S: Final = 30.0
@@ -82,6 +83,10 @@ class StateClient:
     async def rollout_ids(self) -> Sequence[str]:
         answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self._shards))
         return sorted(rollout_id for answer in answers for rollout_id in answer)
+
+    async def stats(self) -> ShardStats:
+        """What all shards count, together."""
+        return total(await asyncio.gather(*(_answer(shard.stats.remote(), None) for shard in self._shards)))
 
     async def close(self) -> None:
         """The actors stay: they belong to the cluster."""

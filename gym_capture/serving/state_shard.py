@@ -12,19 +12,24 @@ turning new calls away, before they cost any compute; a call that has generated 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
 from gym_capture.codec import decode_entry, encode_snapshot
-from gym_capture.errors import GymCaptureError, StoreError
+from gym_capture.errors import GymCaptureError, StoreError, StoreOverloadedError
 from gym_capture.imports import load
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.protocols import Resolution, TokenSink, TokenSource
 from gym_capture.records import CallIntent, TokenEntry
+from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
+from gym_capture.serving.stats import ShardStats, Tally
+from gym_capture.stores.log import LogStats
 
 LINEAGE_BYTES: Final = 512 << 20
+WAITING_BYTES: Final = 256 << 20
 
 
 class RecordStore(TokenSink, TokenSource, Protocol):
@@ -37,6 +42,13 @@ class EncodedStore(Protocol):
 
     async def put_encoded(self, data: bytes, *, epoch: int) -> None: ...
     async def freeze_encoded(self, rollout_id: str) -> bytes: ...
+
+
+@runtime_checkable
+class MeasuredStore(Protocol):
+    """A store that says how its log is doing."""
+
+    def stats(self) -> LogStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +65,8 @@ class StateShard:
     """One state actor.
 
     lineage_bytes: memory for lineage; rollouts that were not used lately are read from the store again when they are.
+    waiting_bytes: while records of this size wait to become durable, no call begins.
+    metrics_namespace: the label under which metrics are exported; None: they are not.
     """
 
     def __init__(
@@ -64,12 +78,20 @@ class StateShard:
         store_kwargs: Mapping[str, Any],
         directory: str,
         lineage_bytes: int = LINEAGE_BYTES,
+        waiting_bytes: int = WAITING_BYTES,
+        metrics_namespace: str | None = None,
     ) -> None:
+        self._index = index
         self._shards = shards
         self._store_path = store
         self._store_kwargs = dict(store_kwargs)
         self._directory = Path(directory).expanduser() / f"shard-{index:04d}"
         self._lineage_bytes = lineage_bytes
+        self._waiting_bytes = waiting_bytes
+        self._metrics_namespace = metrics_namespace
+        self._metrics: ShardMetrics | None = None
+        self._publishing: asyncio.Task[None] | None = None
+        self._tally = Tally()
         self._hosted: _Hosted | None = None
         self._opening = asyncio.Lock()
 
@@ -82,7 +104,15 @@ class StateShard:
                     store: RecordStore = await factory(directory=self._directory, **self._store_kwargs)
                     lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
                     lineage.expect(await store.rollout_ids())
-                    self._hosted = _Hosted(store, store if isinstance(store, EncodedStore) else None, lineage)
+                    self._hosted = _Hosted(
+                        store,
+                        lineage,
+                        encoded=store if isinstance(store, EncodedStore) else None,
+                        measured=store if isinstance(store, MeasuredStore) else None,
+                    )
+                    if self._metrics_namespace is not None:
+                        self._metrics = ShardMetrics(namespace=self._metrics_namespace, index=self._index)
+                        self._publishing = asyncio.create_task(self._publish(self._metrics, self._hosted))
         return self._hosted
 
     async def describe(self) -> int:
@@ -106,13 +136,22 @@ class StateShard:
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         hosted = await self._opened()
+        if self._tally.waiting_bytes > self._waiting_bytes:
+            self._tally.counts["begins_refused"] += 1
+            raise StoreOverloadedError(
+                f"{self._tally.waiting_puts} records wait for the disk; try again later",
+                rollout_id=intent.rollout_id,
+                call_id=intent.model_call_id,
+            )
         epoch = await hosted.store.begin_call(intent)
         try:
-            return Begun(epoch, *await hosted.lineage.resolve(intent.rollout_id, turn_keys))
+            resolution, may_be_retry = await hosted.lineage.resolve(intent.rollout_id, turn_keys)
         except StoreError:
             # The caller is told that its call has not begun, so its intent must not be missed.
             await hosted.store.abandon_call(intent.rollout_id, intent.model_call_id, epoch=epoch)
             raise
+        self._tally.begun(resolution)
+        return Begun(epoch, resolution, may_be_retry)
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         """`begin` without an intent: for a request that is only measured."""
@@ -121,8 +160,22 @@ class StateShard:
 
     async def put(self, data: bytes, epoch: int) -> None:
         hosted = await self._opened()
-        entry = decode_entry(data)
-        await hosted.put(entry, data, epoch)
+        began = time.perf_counter()
+        self._tally.waiting_puts += 1
+        self._tally.waiting_bytes += len(data)
+        try:
+            entry = decode_entry(data)
+            await hosted.put(entry, data, epoch)
+        except GymCaptureError:
+            self._tally.counts["put_failures"] += 1
+            raise
+        finally:
+            self._tally.waiting_puts -= 1
+            self._tally.waiting_bytes -= len(data)
+        took_s = time.perf_counter() - began
+        self._tally.put(entry, size_bytes=len(data), took_s=took_s)
+        if self._metrics is not None:
+            self._metrics.observe_put(took_s)
         for problem in await hosted.lineage.add(entry):
             reason = f"lineage_{problem.reason}:{entry.model_call_id}"
             await self.mark_incomplete(entry.rollout_id, reason, epoch)
@@ -132,24 +185,29 @@ class StateShard:
 
     async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
         await (await self._opened()).store.mark_incomplete(rollout_id, reason, epoch=epoch)
+        self._tally.marked_incomplete(reason)
 
     async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
         hosted = await self._opened()
         await hosted.store.mark_delivered(rollout_id, call_id, epoch=epoch)
         await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=True)
+        self._tally.counts["delivered_marks"] += 1
 
     async def mark_undelivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
         hosted = await self._opened()
         await hosted.store.mark_undelivered(rollout_id, call_id, epoch=epoch)
         await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=False)
+        self._tally.counts["undelivered_marks"] += 1
 
     async def freeze(self, rollout_id: str) -> bytes:
+        self._tally.counts["freezes"] += 1
         return await (await self._opened()).freeze(rollout_id)
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
         hosted = await self._opened()
         await hosted.store.drop(rollout_id, snapshot_id, version)
         hosted.lineage.forget(rollout_id)
+        self._tally.counts["drops"] += 1
 
     async def clear(self, rollout_id: str) -> None:
         hosted = await self._opened()
@@ -159,9 +217,20 @@ class StateShard:
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).store.rollout_ids()
 
+    async def stats(self) -> ShardStats:
+        return _stats(self._tally, await self._opened())
+
     async def close(self) -> None:
         """Lets go of the store, for whoever opens it next. An actor needs no such end: its process has one."""
-        await (await self._opened()).store.close()
+        hosted = await self._opened()
+        if self._publishing is not None:
+            self._publishing.cancel()
+        await hosted.store.close()
+
+    async def _publish(self, metrics: ShardMetrics, hosted: _Hosted) -> None:
+        while True:
+            metrics.publish(_stats(self._tally, hosted))
+            await asyncio.sleep(PUBLISH_EVERY_S)
 
 
 _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
@@ -180,9 +249,11 @@ class _Hosted:
     """An open store and the lineage over it."""
 
     store: RecordStore
+    lineage: LineageCache
     encoded: EncodedStore | None
     """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
-    lineage: LineageCache
+    measured: MeasuredStore | None
+    """The store, if it says how its log is doing."""
 
     async def put(self, entry: TokenEntry, data: bytes, epoch: int) -> None:
         if self.encoded is not None:
@@ -194,3 +265,32 @@ class _Hosted:
         if self.encoded is not None:
             return await self.encoded.freeze_encoded(rollout_id)
         return encode_snapshot(await self.store.freeze(rollout_id))
+
+
+def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
+    log = ShardStats()
+    if hosted.measured is not None:
+        found = hosted.measured.stats()
+        log = ShardStats(
+            live_rollouts=found.live_rollouts,
+            log_bytes=found.total_bytes,
+            log_live_bytes=found.live_bytes,
+            log_segments=found.segments,
+            queued_writes=found.queued_writes,
+            commit_batches=found.commits.batches,
+            commit_failures=found.commits.failed_batches,
+            commit_records=found.commits.records,
+        )
+    return replace(
+        log,
+        **{str(name): count for name, count in tally.counts.items()},
+        put_seconds=tally.put_seconds,
+        resolutions=dict(tally.resolutions),
+        incomplete=dict(tally.incomplete),
+        lineage_reads=hosted.lineage.reads,
+        lineage_evictions=hosted.lineage.evictions,
+        lineage_rollouts=hosted.lineage.in_memory,
+        lineage_bytes=hosted.lineage.nbytes,
+        waiting_puts=tally.waiting_puts,
+        waiting_bytes=tally.waiting_bytes,
+    )

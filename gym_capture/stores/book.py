@@ -114,6 +114,11 @@ class RolloutBook:
         state = self._find(rollout_id)
         return state is not None and state.knows(event)
 
+    @property
+    def known_rollouts(self) -> int:
+        """The live rollouts, and those whose first call is being made durable."""
+        return len(self._states)
+
     def live_ids(self) -> list[str]:
         return sorted(rollout_id for rollout_id, state in self._states.items() if state.is_live)
 

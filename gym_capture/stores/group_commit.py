@@ -118,6 +118,11 @@ class GroupCommit:
         self._is_closed = False
         self.counts = CommitCounts()
 
+    @property
+    def queued(self) -> int:
+        """Writes that no batch has taken yet."""
+        return len(self._queue)
+
     def submit(self, writes: Sequence[Write]) -> list[asyncio.Future[None]]:
         """Queues writes; each answer comes when its write is durable, or raises why it is not."""
         if self._is_closed:

@@ -58,9 +58,12 @@ class LogStats:
     """How a log store is doing, for metrics."""
 
     live_rollouts: int
+    """Those whose first call is being made durable included."""
     segments: int
     total_bytes: int
     live_bytes: int
+    queued_writes: int
+    """Writes that wait for the sync that is under way to end."""
     commits: CommitCounts
 
 
@@ -254,10 +257,11 @@ class LogStore:
     def stats(self) -> LogStats:
         sizes = self._index.sizes
         return LogStats(
-            live_rollouts=len(self._index.book.live_ids()),
+            live_rollouts=self._index.book.known_rollouts,
             segments=len(sizes),
             total_bytes=sum(sizes.values()),
             live_bytes=sum(self._index.live_bytes(number) for number in sizes),
+            queued_writes=self._commits.queued,
             commits=self._commits.counts,
         )
 

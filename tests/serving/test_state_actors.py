@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 import ray
@@ -15,6 +16,7 @@ import ray
 from gym_capture.demo.graph import private_ray
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.protocols import Resolved
+from gym_capture.serving.metrics import exported_names
 from gym_capture.serving.state import connect, start_shards
 from tests.serving.shards import LOG
 from tests.serving.test_state import play
@@ -57,6 +59,32 @@ def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp_path:
         assert await state.rollout_ids() == names
 
     asyncio.run(run())
+
+
+@pytest.mark.usefixtures("cluster")
+def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
+    """Under the names that the dashboard asks for, with the labels that it groups by."""
+
+    async def run() -> str:
+        start(tmp_path, shards=1, namespace="scraped")
+        state = connect(namespace="scraped")
+        await play(state, "r1", calls=3)
+        (node,) = ray.nodes()
+        endpoint = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
+        async with asyncio.timeout(90), httpx.AsyncClient(trust_env=False) as http:
+            while True:
+                text = (await http.get(endpoint)).text
+                if 'namespace="scraped"' in text and "ray_gym_capture_resolutions" in text:
+                    return text
+                await asyncio.sleep(0.5)
+
+    samples = [line for line in asyncio.run(run()).splitlines() if 'namespace="scraped"' in line]
+    names = {line.partition("{")[0] for line in samples}
+    untouched = {name for name in exported_names() if name.endswith("_total")} - names
+    assert names >= exported_names() - untouched
+    assert {"ray_gym_capture_begins_total", "ray_gym_capture_puts_total"} <= names
+    (resolved,) = [line for line in samples if "resolutions_total" in line and 'outcome="resolved"' in line]
+    assert resolved.split()[-1] == "2.0"
 
 
 @pytest.mark.usefixtures("cluster")

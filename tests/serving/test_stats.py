@@ -1,0 +1,156 @@
+"""What shards count, how counts add up, and that the dashboard asks for nothing that does not exist."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import pytest
+
+from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
+from gym_capture.records import Continues, Root
+from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
+from gym_capture.serving.state import ShardStats
+from gym_capture.serving.stats import total
+from gym_capture.stores.memory import MemoryStore
+from tests.calls import call
+from tests.serving.shards import client
+from tests.serving.test_state import intent, play
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "gym-capture.json"
+
+
+def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = client(tmp_path, shards=2)
+        for name in ("r1", "r2", "r3"):
+            await play(state, name, calls=3)
+        begun = await state.begin(intent("lost", "r1"), ["edited"])
+        await state.mark_incomplete("r1", "capture_failed:lost", epoch=begun.epoch)
+        await state.mark_undelivered("r1", "c2", epoch=begun.epoch)
+        supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
+        refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
+        for entry in (supplied, refused):
+            await state.put(entry, epoch=begun.epoch)
+        with pytest.raises(RetiredRolloutError):
+            await state.put(call("late", [1], [2], parent=Root()), epoch=begun.epoch + 99)
+        snapshot = await state.freeze("r2")
+        await state.drop("r2", snapshot.snapshot_id, snapshot.version)
+
+        stats = await state.stats()
+        assert stats.shards == 2
+        assert (stats.begins, stats.begins_refused) == (10, 0)
+        assert stats.resolutions == {"root": 3, "resolved": 6, "unresolved:no_match": 1}
+        assert (stats.puts, stats.put_failures) == (11, 1)
+        assert stats.put_bytes > 11 * 300
+        assert stats.put_seconds > 0
+        assert (stats.prefix_requested, stats.prefix_supplied) == (2, 1)
+        assert stats.incomplete == {"capture_failed": 1}
+        assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
+        assert (stats.freezes, stats.drops) == (1, 1)
+        assert (stats.live_rollouts, stats.lineage_rollouts) == (2, 2)
+        assert stats.lineage_bytes > 0
+        assert stats.commit_records == 10 + 11 + 1 + 1 + 1
+        assert 0 < stats.commit_batches <= stats.commit_records
+        assert stats.log_bytes > stats.log_live_bytes > 0
+        assert (stats.waiting_puts, stats.waiting_bytes, stats.queued_writes) == (0, 0, 0)
+        json.dumps(asdict(stats))
+
+    asyncio.run(run())
+
+
+def test_a_store_without_a_log_has_no_levels_of_one(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = client(tmp_path, store="gym_capture.stores.memory:MemoryStore.open")
+        await play(state, "r1", calls=2)
+        stats = await state.stats()
+        assert (stats.puts, stats.log_bytes, stats.lineage_rollouts) == (2, 0, 1)
+
+    asyncio.run(run())
+
+
+def test_totals_are_sums() -> None:
+    one = ShardStats(begins=1, put_seconds=0.5, resolutions={"root": 1, "resolved": 2}, lineage_bytes=10)
+    other = ShardStats(begins=2, put_seconds=0.25, resolutions={"root": 3}, incomplete={"engine": 1})
+    assert total([one, other]) == ShardStats(
+        shards=2,
+        begins=3,
+        put_seconds=0.75,
+        resolutions={"root": 4, "resolved": 2},
+        incomplete={"engine": 1},
+        lineage_bytes=10,
+    )
+    assert total([]) == ShardStats(shards=0)
+
+
+# --- back-pressure ---------------------------------------------------------------------------------------------------
+
+
+class Slow(MemoryStore):
+    """A store whose disk takes its time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = asyncio.Event()
+        self.arrivals = asyncio.Semaphore(0)
+
+    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
+        self.arrivals.release()
+        await self.gate.wait()
+        await super().put_encoded(data, epoch=epoch)
+
+    async def freeze_encoded(self, rollout_id: str) -> bytes:
+        raise NotImplementedError
+
+
+SLOW: list[Slow] = []
+
+
+async def open_slow(**_: object) -> Slow:
+    SLOW.append(Slow())
+    return SLOW[-1]
+
+
+def test_calls_are_turned_away_while_too_much_waits_for_the_disk(tmp_path: Path) -> None:
+    """Before they generate, retryably; the records of those that have generated are still taken."""
+
+    async def run() -> None:
+        state = client(tmp_path, store=f"{__name__}:open_slow", waiting_bytes=3_000)
+        begun = await state.begin(intent("c0"), [])
+        entries = [call(f"c{number}", [1] * 500, [2], parent=Root()) for number in range(4)]
+        putting = [asyncio.ensure_future(state.put(entry, epoch=begun.epoch)) for entry in entries[:3]]
+        for _ in putting:
+            await SLOW[-1].arrivals.acquire()
+        assert (await state.stats()).waiting_puts == 3
+        with pytest.raises(StoreOverloadedError, match="3 records wait for the disk"):
+            await state.begin(intent("late"), [])
+        putting.append(asyncio.ensure_future(state.put(entries[3], epoch=begun.epoch)))
+        SLOW[-1].gate.set()
+        await asyncio.gather(*putting)
+        await state.begin(intent("later"), [])
+        stats = await state.stats()
+        assert (stats.begins, stats.begins_refused, stats.puts, stats.waiting_bytes) == (2, 1, 4, 0)
+
+    asyncio.run(run())
+
+
+# --- the dashboard ---------------------------------------------------------------------------------------------------
+
+
+def test_every_count_is_exported() -> None:
+    exported = {*COUNTERS, *GAUGES, *LABELLED}
+    assert exported | {"shards", "put_seconds"} == {item.name for item in fields(ShardStats)}
+
+
+def test_the_dashboard_asks_only_for_what_is_exported() -> None:
+    dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
+    queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert all("ray_gym_capture_" in query for query in queries)
+    asked = {name for query in queries for name in re.findall(r"ray_gym_capture_\w+", query)}
+    assert asked <= exported_names()
+    unseen = exported_names() - asked
+    assert unseen == {"ray_gym_capture_put_latency_seconds_sum", "ray_gym_capture_put_latency_seconds_count"}
