@@ -7,7 +7,6 @@ alternate between them, and each round begins with another one.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -36,8 +35,6 @@ ENGINE_ARGS: Mapping[str, Any] = {
     "max_model_len": 4096,
     "max_num_seqs": 32,
     "enable_prefix_caching": True,
-    # Else the grammar of a forced call lets a random model write whitespace until its tokens run out.
-    "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
 }
 TOOL_PARSER = "hermes"
 KV_CACHE_GIB = "2"
@@ -111,14 +108,8 @@ def _plain_vllm(household: Household, model: Path, directory: Path) -> Iterator[
 
 def _flags(engine_args: Mapping[str, Any]) -> list[str]:
     """Engine arguments as vLLM's command line spells them."""
-    flags: list[str] = []
-    for name, value in engine_args.items():
-        flag = "--" + name.replace("_", "-")
-        if value is True:
-            flags.append(flag)
-        else:
-            flags += [flag, json.dumps(value) if isinstance(value, dict) else str(value)]
-    return flags
+    named = [("--" + name.replace("_", "-"), value) for name, value in engine_args.items()]
+    return [word for flag, value in named for word in ((flag,) if value is True else (flag, str(value)))]
 
 
 def chat_url(server: str, *, rollout_id: str | None) -> str:

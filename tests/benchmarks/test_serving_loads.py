@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -137,9 +138,12 @@ def test_a_conversation_is_one_chain_and_its_hits_are_counted(template: HfChatTe
     asyncio.run(run())
 
 
-def test_a_reply_without_a_call_ends_the_benchmark() -> None:
-    with pytest.raises(SystemExit, match="without a tool call"):
-        multi_turn.continued({"role": "assistant", "content": "no"}, turn=0)
+@pytest.mark.parametrize("tool_calls", [{}, {"tool_calls": None}, {"tool_calls": []}])
+def test_after_a_call_that_was_cut_off_the_user_asks_again(tool_calls: dict[str, Any]) -> None:
+    message = {"role": "assistant", "content": '<tool_call>{"na', "refusal": None, **tool_calls}
+    echoed, asked = multi_turn.continued(message, turn=0)
+    assert echoed == {"role": "assistant", "content": '<tool_call>{"na'}
+    assert asked["role"] == "user"
 
 
 def test_the_assistant_is_echoed_as_it_came_less_what_it_left_out() -> None:
@@ -155,8 +159,8 @@ def test_the_assistant_is_echoed_as_it_came_less_what_it_left_out() -> None:
 
 def test_the_summary_of_rounds() -> None:
     def played(wall_s: float, cached: int) -> multi_turn.Round:
-        first = multi_turn.Call(0.1, prompt_tokens=100, cached_tokens=0, generated_tokens=20)
-        second = multi_turn.Call(0.3, prompt_tokens=180, cached_tokens=cached, generated_tokens=20)
+        first = multi_turn.Call(0.1, prompt_tokens=100, cached_tokens=0, generated_tokens=20, has_tool_call=True)
+        second = multi_turn.Call(0.3, prompt_tokens=180, cached_tokens=cached, generated_tokens=20, has_tool_call=True)
         return multi_turn.Round(wall_s, [[first, second]])
 
     done = {"vllm": [played(2.0, 60), played(3.0, 60)], "graph": [played(2.0, 120), played(2.0, 120)]}
