@@ -28,7 +28,7 @@ from starlette.types import Receive, Scope, Send
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
 from gym_capture.dialects.anthropic import MessagesDialect
-from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity
+from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEncoder
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.completions import CompletionsDialect
 from gym_capture.dialects.responses import ResponsesDialect
@@ -246,18 +246,16 @@ class _Edge:
 
     async def _streamed(self, http: Request, live: LiveCall, request: ModelRequest, dialect: Dialect) -> Response:
         """The response, once there is something to say: what fails before it still gets its own status."""
-        frames = _frames(live, request, dialect, keep_alive_s=self._keep_alive_s)
+        encoder = dialect.stream(request, _identity(live, request))
+        frames = _frames(live, encoder, keep_alive_s=self._keep_alive_s)
         first = await _or_leave(http, live, anext(frames))
-        return Response(status_code=_GONE) if first is None else _StreamedReply(first, frames, live)
+        return Response(status_code=_GONE) if first is None else _StreamedReply(first, frames, encoder, live)
 
 
-async def _frames(
-    live: LiveCall, request: ModelRequest, dialect: Dialect, *, keep_alive_s: float
-) -> AsyncGenerator[bytes]:
-    """The bytes of the stream. Raises what ends the call, if nothing has left by then."""
-    encoder = dialect.stream(request, _identity(live, request))
+async def _frames(live: LiveCall, encoder: StreamEncoder, *, keep_alive_s: float) -> AsyncGenerator[bytes]:
+    """The bytes of the stream. Raises what ends the call without a reply."""
     await live.wait_begun(_NOT_BEGUN_S)
-    has_started = has_left = False
+    has_started = False
     position, patience_s = 0, _FIRST_BYTE_S
     while True:
         pieces = await live.hear(position, patience_s)
@@ -270,14 +268,8 @@ async def _frames(
             has_started = True
         out += [encoder.events(piece.events, piece.log_probs) for piece in pieces]
         yield b"".join(out)
-        has_left, patience_s = True, keep_alive_s
-    try:
-        reply = await asyncio.shield(live.running)
-    except Exception as error:
-        if not has_left:
-            raise
-        yield encoder.error(classify(error))
-        return
+        patience_s = keep_alive_s
+    reply = await asyncio.shield(live.running)
     assert live.begun is not None
     yield (b"" if has_started else encoder.start(live.begun.prompt_tokens)) + encoder.finish(reply)
 
@@ -303,9 +295,9 @@ class _WholeReply(Response):
 class _StreamedReply(StreamingResponse):
     """A reply as server-sent events. Its call learns whether it left whole."""
 
-    def __init__(self, first: bytes, frames: AsyncGenerator[bytes], live: LiveCall) -> None:
+    def __init__(self, first: bytes, frames: AsyncGenerator[bytes], encoder: StreamEncoder, live: LiveCall) -> None:
         super().__init__(
-            self._all(first, frames),
+            self._all(first, frames, encoder),
             media_type="text/event-stream",
             headers={"cache-control": "no-cache", "x-accel-buffering": "no", **_call_headers(live)},
         )
@@ -318,11 +310,14 @@ class _StreamedReply(StreamingResponse):
         finally:
             await asyncio.shield(self._live.leave(delivered=self._is_delivered))
 
-    async def _all(self, first: bytes, frames: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
+    async def _all(self, first: bytes, frames: AsyncGenerator[bytes], encoder: StreamEncoder) -> AsyncGenerator[bytes]:
         yield first
-        async for frame in frames:
-            yield frame
-        self._is_delivered = True
+        try:
+            async for frame in frames:
+                yield frame
+            self._is_delivered = True
+        except Exception as error:  # noqa: BLE001 - the boundary that classifies
+            yield encoder.error(classify(error))
 
 
 async def _or_leave(http: Request, live: LiveCall, work: Awaitable[bytes]) -> bytes | None:

@@ -38,13 +38,24 @@ def _array(items: Schema, *, at_least: int = 0) -> Schema:
 
 
 _SAMPLING: Final[Mapping[str, Schema]] = {"temperature": _NUMBER, "top_p": _NUMBER}
-_STOP: Final[Schema] = {"anyOf": [_NAME, _array(_NAME), {"type": "null"}]}
-_FUNCTION: Final = _object({"name": _NAME}, {"description": _STRING, "parameters": _OBJECT})
+_STOP: Final[Schema] = {"anyOf": [_NAME, _array(_STRING), {"type": "null"}]}
+
+
+def _content(*types: str, is_typed: bool = True) -> Schema:
+    """Text, or parts of it."""
+    kind = {"type": _one_of(*types)}
+    part = _object({**kind, "text": _STRING}) if is_typed else _object({"text": _STRING}, kind)
+    return {"anyOf": [_STRING, _array(part)]}
+
+
+_FUNCTION: Final = _object({"name": _STRING}, {"description": _STRING, "parameters": _OBJECT})
 
 _CHAT: Final = _object(
     {
         "model": _STRING,
-        "messages": _array(_object({"role": _one_of("system", "user"), "content": _STRING}), at_least=1),
+        "messages": _array(
+            _object({"role": _one_of("system", "user"), "content": _content("text", is_typed=False)}), at_least=1
+        ),
     },
     {
         **_SAMPLING,
@@ -67,22 +78,25 @@ _RESPONSE: Final = _object(
         "input": {
             "anyOf": [
                 _NAME,
-                _array(_object({"role": _one_of("system", "developer", "user"), "content": _STRING}), at_least=1),
+                _array(
+                    _object({"role": _one_of("system", "developer", "user"), "content": _content("input_text")}),
+                    at_least=1,
+                ),
             ]
         },
     },
     {**_SAMPLING, "instructions": _STRING, "max_output_tokens": _POSITIVE, "stream": _BOOLEAN},
 )
 _COUNT: Final = _object(
-    {"model": _STRING, "messages": _array(_object({"role": _one_of("user"), "content": _STRING}), at_least=1)},
-    {"system": _STRING, "tools": _array(_object({"name": _NAME, "input_schema": _OBJECT}, {"description": _STRING}))},
+    {"model": _STRING, "messages": _array(_object({"role": _one_of("user"), "content": _content("text")}), at_least=1)},
+    {"system": _STRING, "tools": _array(_object({"name": _STRING, "input_schema": _OBJECT}, {"description": _STRING}))},
 )
 _MESSAGE: Final = _object(
     {**_COUNT["properties"], "max_tokens": {**_POSITIVE, "type": "integer"}},
     {
         **_SAMPLING,
         "stream": _BOOLEAN,
-        "stop_sequences": _array(_NAME),
+        "stop_sequences": _array(_STRING),
     },
 )
 
