@@ -85,8 +85,7 @@ def _state_processes() -> list[psutil.Process]:
 async def _puts(directory: Path) -> bool:
     files = FileStore(directory / "files")
     state = _started(directory, "puts")
-    entries = {f"r{index}": _call(f"r{index}", 0, history=2_000, new=500) for index in range(CONCURRENT)}
-    epochs = {name: await state.begin_call(_intent(name, 0)) for name in entries}
+    epochs = {f"r{index}": await _root(state, f"r{index}") for index in range(CONCURRENT)}
 
     async def to_file(entry: TokenEntry) -> None:
         files.put(entry)
@@ -121,8 +120,7 @@ async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, name: s
     """Puts a second, by `CONCURRENT` callers of which each waits for its own, and how long each put took."""
     latencies_s: list[float] = []
     calls = [
-        [_call(f"r{rollout}", f"{name}-{turn}", history=2_000, new=500) for turn in range(puts // CONCURRENT)]
-        for rollout in range(CONCURRENT)
+        [_next(f"r{rollout}", f"{name}-{turn}") for turn in range(puts // CONCURRENT)] for rollout in range(CONCURRENT)
     ]
 
     async def caller(entries: list[TokenEntry]) -> None:
@@ -149,7 +147,7 @@ class Bare:
 async def _alone(directory: Path) -> bool:
     state = _started(directory, "alone", shards=1)
     bare = ray.remote(Bare).options(num_cpus=0).remote()
-    epoch = await state.begin_call(_intent("r0", 0))
+    epoch = await _root(state, "r0")
     data = b"x" * 5_000
     round_trips_s, syncs_s, puts_s = list[float](), list[float](), list[float]()
     descriptor = os.open(directory / "alone.bin", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -161,7 +159,7 @@ async def _alone(directory: Path) -> bool:
         os.write(descriptor, data)
         os.fdatasync(descriptor)
         syncs_s.append(time.perf_counter() - began)
-        entry = _call("r0", index, history=2_000, new=500)
+        entry = _next("r0", str(index))
         began = time.perf_counter()
         await state.put(entry, epoch=epoch)
         puts_s.append(time.perf_counter() - began)
@@ -237,15 +235,16 @@ async def _play_all(state: StateClient, rollouts: int) -> None:
                 histories[name] = await _play(state, name, turn, histories[name], keys)
 
         await asyncio.gather(*(caller() for _ in range(CONCURRENT)))
-        keys.append(f"{turn:064}")
+        keys.append(_key(str(turn)))
 
 
 async def _play(state: StateClient, name: str, turn: int, history: IdArray, keys: list[str]) -> IdArray:
-    begun = await state.begin(_intent(name, turn), keys)
+    begun = await state.begin(_intent(name, str(turn)), keys)
     if turn:
         assert isinstance(begun.resolution, Resolved), begun.resolution
         assert np.array_equal(begun.resolution.cumulative_ids, history)
-    entry = _call(name, turn, history=history, new=300 if turn else 1_000)
+    parent: Parent = Continues(_call_id(str(turn - 1)), int(history.size)) if turn else Root()
+    entry = _call(name, str(turn), history, parent, new=300 if turn else 1_000)
     await state.put(entry, epoch=begun.epoch)
     return entry.cumulative_ids()
 
@@ -258,41 +257,55 @@ _LOG_PROBS = -_RNG.random(200, dtype=np.float32)
 _TEXT = "some words " * 70
 
 
-def _call(name: str, turn: int | str, *, history: IdArray | int, new: int) -> TokenEntry:
-    """A call that continues one with the ids `history`, or claims to continue one with so many."""
-    ids = _IDS[:history] if isinstance(history, int) else history
-    parent: Parent = Root()
-    if ids.size:
-        parent = Continues(_call_id(turn - 1 if isinstance(turn, int) else turn), int(ids.size))
-    generated = min(200, new // 2)
+async def _root(state: StateClient, name: str) -> int:
+    """The first call of a rollout, of 2,000 ids. Returns the rollout's epoch."""
+    epoch = await state.begin_call(_intent(name, "root"))
+    await state.put(_call(name, "root", _NOTHING, Root(), new=2_000), epoch=epoch)
+    return epoch
+
+
+def _next(name: str, turn: str) -> TokenEntry:
+    """A call that continues the first one, with 500 ids of its own."""
+    return _call(name, turn, _ROOT_IDS, Continues(_call_id("root"), 2_000), new=500)
+
+
+def _call(name: str, turn: str, history: IdArray, parent: Parent, *, new: int) -> TokenEntry:
     return TokenEntry(
         rollout_id=name,
         model_call_id=_call_id(turn),
         model="policy",
         requested_model="policy",
         has_tools=True,
-        prompt_token_ids=np.concatenate((ids, _IDS[: new - generated])),
-        generation_token_ids=_IDS[-generated:],
-        generation_log_probs=_LOG_PROBS[:generated],
+        prompt_token_ids=np.concatenate((history, _IDS[: new - 200])),
+        generation_token_ids=_IDS[-200:],
+        generation_log_probs=_LOG_PROBS,
         parent=parent,
         output_items=({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": _TEXT}]},),
         token_item_index=0,
-        turn_key=f"{turn:064}" if isinstance(turn, int) else turn,
+        turn_key=_key(turn),
         finish_reason="stop",
-        prefix_requested=bool(ids.size),
-        prefix_supplied=bool(ids.size),
+        prefix_requested=parent != Root(),
+        prefix_supplied=parent != Root(),
         sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
         max_tokens=4_096,
         created_at=1_795_000_000.5,
     )
 
 
-def _call_id(turn: int | str) -> str:
+def _call_id(turn: str) -> str:
     return f"chatcmpl-{turn:0>32}"
 
 
-def _intent(name: str, turn: int) -> CallIntent:
+def _key(turn: str) -> str:
+    return f"{turn:0>64}"
+
+
+def _intent(name: str, turn: str) -> CallIntent:
     return CallIntent(rollout_id=name, model_call_id=_call_id(turn), created_at=1.0, request_digest="f" * 64)
+
+
+_NOTHING = np.zeros(0, dtype=np.int32)
+_ROOT_IDS = _call("r", "root", _NOTHING, Root(), new=2_000).cumulative_ids()
 
 
 if __name__ == "__main__":

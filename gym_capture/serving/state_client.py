@@ -144,7 +144,8 @@ class _Lane:
 async def _answer(reply: Awaitable[_T], rollout_id: str | None) -> _T:
     """Awaits an actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe."""
     try:
-        return await asyncio.wait_for(_as_coroutine(reply), ANSWER_WITHIN_S)
+        async with asyncio.timeout(ANSWER_WITHIN_S):
+            return await reply
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, GymCaptureError):
@@ -152,7 +153,3 @@ async def _answer(reply: Awaitable[_T], rollout_id: str | None) -> _T:
         raise StoreUnavailableError(f"the state actor failed: {cause!r}", rollout_id=rollout_id) from error
     except (RayActorError, TimeoutError) as error:
         raise StoreUnavailableError("the state actor does not answer", rollout_id=rollout_id) from error
-
-
-async def _as_coroutine(reply: Awaitable[_T]) -> _T:
-    return await reply

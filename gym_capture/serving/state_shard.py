@@ -126,6 +126,8 @@ class StateShard:
         An answer, or the error, for each; an error that this package does not know fails the whole batch.
         """
         await self._opened()
+        if len(calls) == 1:
+            return [await self._one(*calls[0])]
         return list(await asyncio.gather(*(self._one(method, args) for method, args in calls)))
 
     async def _one(self, method: str, args: tuple[Any, ...]) -> object:
