@@ -33,7 +33,7 @@ test-fast: $(READY)  ## the tests that need no engine
 	$(BIN)/python -m pytest -m "not engine" $(ARGS)
 
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
-	$(BIN)/python -m pytest -q $(CLIENTS)/e2e.py $(ARGS)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.
 $(CLIENTS_READY): $(CLIENTS)/package.json $(CLIENTS)/package-lock.json

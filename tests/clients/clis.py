@@ -22,9 +22,10 @@ PACKAGES: Final = Path(__file__).parent / "node_modules"
 _CLAUDE_CODE: Final = PACKAGES / "@anthropic-ai" / "claude-code"
 _CODEX: Final = PACKAGES / "@openai" / "codex"
 
-_CODEX_CONFIG: Final = """\
+CODEX_CONFIG: Final = """\
 model = "policy"
 model_provider = "graph"
+model_context_window = 32768
 check_for_update_on_startup = false
 
 [model_providers.graph]
@@ -50,17 +51,32 @@ class CliRun:
 
 
 def claude_code(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
-    """Claude Code with its Bash tool alone and a short system prompt, which keep its prompt at 1,500 tokens."""
-    environment = {
+    """Claude Code with its default prompt and tools, 18,000 tokens."""
+    return _claude_code(url, rollout_id, token, task, folder, options=())
+
+
+def lean_claude_code(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
+    """Claude Code with its Bash tool alone and a short system prompt, which keep its prompt at 900 tokens."""
+    options = ("--tools", "Bash", "--system-prompt", "You are terse.")
+    return _claude_code(url, rollout_id, token, task, folder, options=options)
+
+
+def claude_code_environment(*, url: str, rollout_id: str, token: str) -> dict[str, str]:
+    return {
         "ANTHROPIC_BASE_URL": f"{url}/ng-rollout/{rollout_id}",
         "ANTHROPIC_API_KEY": token,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_TELEMETRY": "1",
         "DISABLE_AUTOUPDATER": "1",
         "IS_SANDBOX": "1",
+        "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768",
     }
-    options = ["--tools", "Bash", "--system-prompt", "You are terse.", "--max-turns", "8", "--output-format", "json"]
-    command = ["node", str(_CLAUDE_CODE / "cli-wrapper.cjs"), "-p", task, "--dangerously-skip-permissions", *options]
+
+
+def _claude_code(url: str, rollout_id: str, token: str, task: str, folder: Path, *, options: Sequence[str]) -> CliRun:
+    environment = claude_code_environment(url=url, rollout_id=rollout_id, token=token)
+    usual = ["--dangerously-skip-permissions", "--max-turns", "8", "--output-format", "json"]
+    command = ["node", str(_CLAUDE_CODE / "cli-wrapper.cjs"), "-p", task, *usual, *options]
     output, work, took_s = _run(command, environment, folder)
     return CliRun(str(json.loads(output)["result"]), work, took_s)
 
@@ -70,7 +86,7 @@ def codex(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> 
     home = folder / "home" / ".codex"
     home.mkdir(parents=True)
     base_url = f"{url}/ng-rollout/{rollout_id}/v1"
-    (home / "config.toml").write_text(_CODEX_CONFIG.format(base_url=base_url), encoding="utf-8")
+    (home / "config.toml").write_text(CODEX_CONFIG.format(base_url=base_url), encoding="utf-8")
     answer = folder / "answer.txt"
     options = ["--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"]
     command = ["node", str(_CODEX / "bin" / "codex.js"), "exec", *options, "--output-last-message", str(answer), task]

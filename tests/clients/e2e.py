@@ -20,6 +20,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from gym_capture.auth import Keyring
 from gym_capture.builder import BuiltRollout, Trajectory, build
 from gym_capture.demo.graph import private_ray, served_graph
 from gym_capture.demo.processes import Household
@@ -33,7 +34,9 @@ from tests.serving.graph import Graph, whole
 ROOT: Final = Path(__file__).parents[2]
 NAMESPACE: Final = "real-clients"
 POSITIONS: Final = 32_768
-"""The context of the tiny model: Codex alone begins with 10,000 tokens."""
+"""The context of the tiny model: Claude Code alone begins with 18,000 tokens."""
+SECRET: Final = b"a secret of the tests"
+"""With one, each CLI gets in with its rollout's token as its API key."""
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +44,11 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     """The graph as a user serves it, with a policy that follows the scripts."""
     directory = tmp_path_factory.mktemp("graph")
     base = yaml.safe_load((ROOT / "serve_configs" / "cpu_demo.yaml").read_text(encoding="utf-8"))
+    secret_file = directory / "secret"
+    secret_file.write_bytes(SECRET)
     args = {
         "model": str(tiny_dir()),
+        "secret_file": str(secret_file),
         "state": {"shards": 1, "namespace": NAMESPACE, "directory": str(directory / "records")},
         # The largest logit is the one that is due, so the sampler picks it.
         "sampling_pin": {"temperature": 0.0},
@@ -71,6 +77,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
 @pytest.mark.parametrize(
     ("run", "package", "tool"),
     [
+        pytest.param(clis.lean_claude_code, "@anthropic-ai/claude-code", "Bash", id="claude-code-lean"),
         pytest.param(clis.claude_code, "@anthropic-ai/claude-code", "Bash", id="claude-code"),
         pytest.param(clis.codex, "@openai/codex", "exec_command", id="codex"),
     ],
@@ -79,11 +86,14 @@ def test_turns_with_tools_are_one_chain_of_the_very_ids(
     graph: Graph,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
+    request: pytest.FixtureRequest,
     run: Callable[..., clis.CliRun],
     package: str,
     tool: str,
 ) -> None:
-    ran = run(url=graph.url, rollout_id=tool, token="none", task="Do three things.", folder=tmp_path)
+    rollout_id: str = request.node.callspec.id
+    token = Keyring(SECRET).rollout_token(rollout_id)
+    ran = run(url=graph.url, rollout_id=rollout_id, token=token, task="Do three things.", folder=tmp_path)
     assert ran.answer.strip() == FINAL_ANSWER
     assert {file.name: file.read_text() for file in ran.work.iterdir()} == {
         "one.txt": "one\n",
@@ -91,7 +101,7 @@ def test_turns_with_tools_are_one_chain_of_the_very_ids(
         "three.txt": "three\n",
     }
 
-    snapshot = asyncio.run(graph.snapshot(tool))
+    snapshot = asyncio.run(graph.snapshot(rollout_id))
     entries = whole(snapshot)
     check_chain(entries, tool)
     built = build(snapshot)
@@ -101,10 +111,10 @@ def test_turns_with_tools_are_one_chain_of_the_very_ids(
     counts = built.counts
     with capsys.disabled():
         print(
-            f"\n{package} {clis.version(package)}: {counts.n_calls} calls in {ran.took_s:.1f} s, "
-            f"{counts.contiguous_links} of {counts.n_calls - 1} continued by their exact ids, {counts.chains} chain of "
-            f"{trajectory.token_ids.size} tokens, {counts.generated_tokens_delivered} of "
-            f"{counts.generated_tokens_captured} generated tokens to train on"
+            f"\n{rollout_id} {clis.version(package)}: {counts.n_calls} calls in {ran.took_s:.1f} s, "
+            f"first prompt {entries[0].prompt_len} tokens, {counts.contiguous_links} of {counts.n_calls - 1} continued "
+            f"by their exact ids, {counts.chains} chain of {trajectory.token_ids.size} tokens, "
+            f"{counts.generated_tokens_delivered} of {counts.generated_tokens_captured} generated tokens to train on"
         )
 
 

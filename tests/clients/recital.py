@@ -56,7 +56,12 @@ SCRIPTS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
             _call("exec_command", '{"cmd":"echo \'  two  \' > two.txt"}')
             + "\n"
             + _call("exec_command", '{ "cmd": "cat no-such-file"}'),
-            "That file is missing.\n" + _call("exec_command", '{"cmd": "echo three > three.txt; cat *.txt"}'),
+            "That file is missing.\n"
+            + _call("exec_command", '{"cmd": "echo three > three.txt; cat *.txt"}')
+            + "\n"
+            + _call(
+                "multi_agent_v1__close_agent", '{"target":"nobody"}'
+            ),  # of a namespace, which the reply tells apart
             FINAL_ANSWER,
         ),
     }
