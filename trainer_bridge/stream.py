@@ -68,16 +68,28 @@ class TrainRollout:
 def parquet_batches(directory: str | Path, *, rows_per_batch: int = 16) -> Iterator[pa.RecordBatch]:
     """The rows of a directory of Parquet files (a path or URI), in the order of the files' names.
 
-    Raises `ConfigError` if there are none, and what `check_schema` raises.
+    Raises `ConfigError`, naming the file, if there are none or one cannot be read, and what `check_schema` raises.
     """
-    dataset = pa.dataset.dataset(str(directory), format="parquet")
+    try:
+        dataset = pa.dataset.dataset(str(directory), format="parquet")
+    except FileNotFoundError:
+        raise ConfigError(f"{directory} does not exist: build trajectories into it first") from None
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{directory} is not a directory of Parquet files: {_one_line(error)}") from None
     if not dataset.files:
         raise ConfigError(f"{directory} has no Parquet files: build trajectories into it first")
     for path in sorted(dataset.files):
-        with dataset.filesystem.open_input_file(path) as source:
-            file = pq.ParquetFile(source)
-            check_schema(file.schema_arrow)
-            yield from file.iter_batches(rows_per_batch, columns=[*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS])
+        try:
+            with dataset.filesystem.open_input_file(path) as source:
+                file = pq.ParquetFile(source)
+                check_schema(file.schema_arrow)
+                yield from file.iter_batches(rows_per_batch, columns=[*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS])
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {_one_line(error)}") from None
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 def read_rollouts(batches: Iterable[Batch]) -> Iterator[TrainRollout]:

@@ -27,10 +27,15 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from transformers import PreTrainedTokenizerFast
 
 from gym_capture.audit import SHAPES, Cell, audit
+from gym_capture.commands.loading import explained
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
+from gym_capture.models import smollm2_dir, tiny_dir
 
 PACKAGED: Final = Path(__file__).parent.parent / "templates"
+
+_SMALL_MODELS: Final = {"smollm2": smollm2_dir, "tiny": tiny_dir}
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _MARKS: Final = {"exact": "=", "holds": "~", "refused": "·"}
 _COLORS: Final = {"exact": "green", "holds": "green", "hole": "bold red", "refused": "dim"}
@@ -48,7 +53,7 @@ _TAGS: Final = re.compile(r"</?(?:think|tool_call|tool_response|arg_key|arg_valu
 
 def command(
     target: Annotated[
-        Path, typer.Argument(help="A model folder, or a chat template file (.jinja).", exists=True, readable=True)
+        str, typer.Argument(help="A model folder, a chat template file (.jinja), or smollm2 or tiny: see `model`.")
     ],
     chat_template: Annotated[
         Path | None,
@@ -63,8 +68,9 @@ def command(
     Exits with 1 if any turn that the template renders cannot be continued.
     """
     console = Console(soft_wrap=True, highlight=False)
-    cells = audit(load(target, chat_template, _parse_kwargs(kwargs)))
-    table = Table(title=escape(str(target)), title_justify="left")
+    template = load(locate(target), chat_template, _parse_kwargs(kwargs))
+    cells = audit(template)
+    table = Table(title=escape(target), title_justify="left")
     for column in ("turn", "continued", "meaning"):
         table.add_column(column)
     for name, cell in cells.items():
@@ -75,12 +81,30 @@ def command(
         raise typer.Exit(1)
 
 
+def locate(target: str) -> Path:
+    """The folder or file that a person named, or the folder of a small model. Raises `ConfigError`."""
+    path = Path(target)
+    if path.exists():
+        return path
+    if target in _SMALL_MODELS:
+        return _SMALL_MODELS[target](progress=lambda line: typer.echo(line, err=True))
+    raise ConfigError(
+        f"{target} does not exist: name a model folder, a chat template file (.jinja), or one of "
+        f"{', '.join(_SMALL_MODELS)}"
+    )
+
+
 def load(target: Path, chat_template: Path | None, kwargs: Mapping[str, Any]) -> HfChatTemplate:
-    """The template of a model folder, or of a template file on a tokenizer made for it."""
+    """The template of a model folder, or of a template file on a tokenizer made for it. Raises `ConfigError`."""
     if target.is_file():
-        return on_made_tokenizer(target.read_text(encoding="utf-8"), **kwargs)
-    source = None if chat_template is None else chat_template.read_text(encoding="utf-8")
-    return HfChatTemplate.from_model_dir(target, source, **kwargs)
+        if chat_template is not None:
+            raise ConfigError(f"--chat-template goes with a model folder: {target} is a file")
+        return on_made_tokenizer(_read_template(target), **kwargs)
+    if not any((target / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"{target} is not a model folder: it has no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+    source = None if chat_template is None else _read_template(chat_template)
+    with explained(f"cannot load the tokenizer of {target}"):
+        return HfChatTemplate.from_model_dir(target, source, **kwargs)
 
 
 def on_made_tokenizer(source: str, **kwargs: Any) -> HfChatTemplate:
@@ -162,10 +186,22 @@ def _family(name: str) -> str:
     return re.split(r"v?\d|_", name)[0]
 
 
+def _read_template(path: Path) -> str:
+    try:
+        source = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no chat template: it is not UTF-8 text: {error.reason}") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read the chat template {path}: {error.strerror}") from None
+    if "messages" not in source:
+        raise ConfigError(f"{path} is no chat template: it does not read `messages`")
+    return source
+
+
 def _parse_kwargs(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"--chat-template-kwargs is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise ConfigError("--chat-template-kwargs must be a JSON object")

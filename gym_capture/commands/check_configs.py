@@ -40,7 +40,7 @@ def command(
     console = Console(soft_wrap=True, highlight=False)
     bad = 0
     for file in files:
-        problems = check_config(file.read_text(encoding="utf-8"), {APP_IMPORT_PATH: GraphArgs})
+        problems = check_file(file, {APP_IMPORT_PATH: GraphArgs})
         bad += bool(problems)
         console.print(f"{'[red]wrong[/]' if problems else '[green]ok[/]   '} {escape(str(file))}")
         for problem in problems:
@@ -49,8 +49,20 @@ def command(
         raise typer.Exit(1)
 
 
+def check_file(file: Path, args_models: Mapping[str, type[BaseModel]]) -> list[str]:
+    """The problems of a file, none if it is sound."""
+    try:
+        return check_config(file.read_text(encoding="utf-8"), args_models)
+    except UnicodeDecodeError as error:
+        return [f"not UTF-8 text: {error.reason} at byte {error.start}"]
+    except OSError as error:
+        return [f"cannot be read: {error.strerror}"]
+    except RecursionError:
+        return ["nested too deeply to be a Serve configuration, or an alias stands inside of what it refers to"]
+
+
 def check_config(text: str, args_models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The problems of one file, none if it is sound. `args_models`: what checks `args`, by application import path."""
+    """The problems of a file's text. `args_models`: what checks `args`, by application import path."""
     from ray.serve.schema import ServeDeploySchema
 
     try:

@@ -14,14 +14,17 @@ import json
 import uuid
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
+import httpx
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
+from gym_capture.rollouts.ledger import read_job
 
 if TYPE_CHECKING:
     from gym_capture.rollouts.environment import Task
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from gym_capture.rollouts.ledger import RolloutRow
 
 app = typer.Typer(no_args_is_help=True)
+
+_ANSWERS_WITHIN_S: Final = 10.0
 
 
 @app.callback()
@@ -77,6 +82,7 @@ def run(
     from gym_capture.rollouts.job import JobOptions
     from gym_capture.rollouts.tool_agent import run_tool_agent
 
+    check_server(url)
     make_environment = load(environment)
     tasks = read_tasks(tasks_file) if tasks_file else make_environment.tasks(generate, seed=seed)
     job = JobOptions(
@@ -111,9 +117,21 @@ def run(
         )
 
     summary = with_progress(play, total=len(tasks) * samples, console=console)
-    console.print(summarized(summary), highlight=False)
+    console.print(escape(summarized(summary, url)), highlight=False)
     if summary.failed:
         raise typer.Exit(1)
+
+
+def check_server(url: str) -> None:
+    """Raises `ConfigError` if nothing answers at `url`; whether what answers is a graph, the calls will tell."""
+    try:
+        httpx.get(f"{url.rstrip('/')}/v1/models", timeout=_ANSWERS_WITHIN_S)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise ConfigError(f"--url {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
+    except httpx.TransportError as error:
+        raise ConfigError(
+            f"no graph answers at {url} ({error or type(error).__name__}): is `serve run` up? --url names another place"
+        ) from None
 
 
 def _job_id(out: Path) -> str:
@@ -122,10 +140,8 @@ def _job_id(out: Path) -> str:
     A name alone would do harm: a job in another folder of the same name would take the first one's rollout ids, and
     clearing them before it plays would put its tokens under the first one's rewards.
     """
-    try:
-        return str(json.loads((out / "job.json").read_text(encoding="utf-8"))["job_id"])
-    except FileNotFoundError:
-        return f"{out.resolve().name}-{uuid.uuid4().hex[:8]}"
+    found = read_job(out)
+    return f"{out.resolve().name}-{uuid.uuid4().hex[:8]}" if found is None else str(found["job_id"])
 
 
 def with_progress(
@@ -158,14 +174,16 @@ def with_progress(
         return summary
 
 
-def summarized(summary: JobSummary) -> str:
-    """One line on how a job ended."""
+def summarized(summary: JobSummary, url: str) -> str:
+    """One line on how a job ended that played against `url`."""
     parts = [f"{summary.finished} of {len(summary.rows)} rollouts finished"]
     if summary.resumed:
         parts.append(f"{summary.resumed} of them before")
     if summary.failures:
         reasons = ", ".join(f"{reason} {count}x" for reason, count in summary.failures.most_common())
         parts.append(f"failed attempts: {reasons}")
+    if summary.failed and summary.failures["connection"]:
+        parts.append(f"calls could not connect to {url}: is `serve run` still up?")
     return "; ".join(parts)
 
 
@@ -174,13 +192,13 @@ def read_tasks(path: Path) -> list[Task]:
     from gym_capture.rollouts.environment import Task
 
     tasks = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip():
             continue
         try:
             found = json.loads(line)
             tasks.append(Task(str(found["task_id"]), found.get("data", {})))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ConfigError(f"{path}, line {number}: not a task: {type(error).__name__}: {error}") from None
     if not tasks:
         raise ConfigError(f"{path}: there are no tasks in it")

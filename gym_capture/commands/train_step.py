@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.commands.loading import explained
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -62,7 +63,10 @@ def command(
         raise ConfigError(f"--temperature must be positive: got {temperature}; greedy sampling has no policy gradient")
     if not (model / "config.json").is_file():
         raise ConfigError(f"{model} is not a model folder: it has no config.json")
+    if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} is there already: choose another place for the trained model")
 
+    import torch
     from transformers.utils import logging
 
     from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
@@ -70,8 +74,10 @@ def command(
     from trainer_bridge.stream import parquet_batches, read_rollouts, steps
 
     logging.disable_progress_bar()
+    with explained(f"--device {device}: torch cannot use it here"):
+        torch.empty(0, device=device)
     read = read_rollouts(parquet_batches(data))
-    batch = tuple(read) if rollouts is None else next(steps(read, rollouts_per_step=rollouts))
+    batch = tuple(read) if rollouts is None else next(steps(read, rollouts_per_step=rollouts), ())
     options = GrpoOptions(
         lr=lr,
         temperature=temperature,
@@ -92,7 +98,8 @@ def command(
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("loading the model", total=None)
-        trainer = GrpoTrainer.load(model, options, device=device)
+        with explained(f"cannot load the model of {model}"):
+            trainer = GrpoTrainer.load(model, options, device=device)
         progress.update(bar, description=f"training on {len(batch)} rollouts")
         metrics = trainer.step(batch, on_progress=lambda done, of: progress.update(bar, completed=done, total=of))
         if out is not None:

@@ -113,8 +113,11 @@ def write_trajectories(
     """
     requests = _requests(rollouts)
     uri = str(out) if "://" in str(out) else Path(out).absolute().as_uri()
-    filesystem, directory = fs.FileSystem.from_uri(uri)
-    _make_room(filesystem, directory, overwrite=overwrite)
+    try:
+        filesystem, directory = fs.FileSystem.from_uri(uri)
+        _make_room(filesystem, directory, overwrite=overwrite)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"cannot write trajectories to {out}: {' '.join(str(error).split())}") from None
     summaries: list[RolloutSummary] = []
     dataset = _map_parts(requests, _PartWriter, source, options or JobOptions(), {"uri": uri})
     try:
@@ -265,7 +268,7 @@ def _make_room(filesystem: fs.FileSystem, directory: str, *, overwrite: bool) ->
     present = _files(filesystem, directory, prefix=f"{_PART}-")
     present += _files(filesystem, directory, prefix=REPORT_FILE)
     if present and not overwrite:
-        raise ConfigError(f"{directory} already holds trajectories: choose another directory, or overwrite them")
+        raise ConfigError(f"{directory} already holds trajectories: choose another directory, or pass --overwrite")
     for path in present:
         filesystem.delete_file(path)
 

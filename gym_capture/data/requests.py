@@ -69,6 +69,8 @@ def read_requests(path: Path) -> ReadRequests:
                 continue
             try:
                 records.append(_record(json.loads(line)))
+            except RecursionError:
+                raise RecordError(f"{path}, line {number}: nested too deeply", field=f"line {number}") from None
             except (ValueError, TypeError) as error:
                 if line.endswith(b"\n"):
                     raise RecordError(f"{path}, line {number}: {error}", field=f"line {number}") from None
@@ -170,13 +172,43 @@ def _record(found: object) -> dict[str, Any]:
     for name in ("rollout_id", "group_id"):
         if not isinstance(found.get(name), str):
             raise TypeError(f"{name} must be a string: got {found.get(name)!r}")
+        _check_text(name, found[name])
     components = found.get("reward_components")
     if components is not None and not isinstance(components, dict):
         raise TypeError(f"reward_components must be an object: got {components!r}")
-    for name, value in {"reward": found.get("reward"), **(components or {})}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise TypeError(f"{name} must be a number: got {value!r}")
+    for name in components or ():
+        _check_text("reward_components", name)
     failure = found.get("failure")
     if failure is None and found.get("status") == "failed":
         failure = found.get("error") or "failed"
-    return {name: found.get(name) for name in REQUEST_SCHEMA.names} | {"failure": failure}
+    if failure is not None:
+        if not isinstance(failure, str):
+            raise TypeError(f"failure must be a string: got {failure!r}")
+        _check_text("failure", failure)
+    return {
+        "rollout_id": found["rollout_id"],
+        "group_id": found["group_id"],
+        "reward": _number("reward", found.get("reward")),
+        "reward_components": None
+        if components is None
+        else {name: _number(name, value) for name, value in components.items()},
+        "failure": failure,
+    }
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} must be text: it has half a surrogate pair, {text[error.start]!r}") from None
+
+
+def _number(name: str, value: object) -> float | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} must be a number: got {value!r}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be a number that float64 holds") from None

@@ -25,6 +25,9 @@ _Row = TypeVar("_Row")
 
 ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
+_JOB_FILE: Final = "job.json"
+_OPTIONS: Final = {"job_id": "--job-id", "samples": "--samples", "tasks": "--tasks (or --generate and --seed)"}
+"""Where `gym-capture rollouts run` takes what a job is from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +77,19 @@ class Ledger:
 
     def __init__(self, directory: Path, job: Mapping[str, Any]) -> None:
         """Raises `ConfigError` if the directory belongs to another job or is in use, `RecordError` if it is damaged."""
-        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self._lock = (directory / "lock").open("w", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"a rollout job cannot be kept in {directory}: {error.strerror}") from None
         self._directory = directory
-        self._lock = (directory / "lock").open("w", encoding="utf-8")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise ConfigError(f"{directory}: another rollout job is writing here") from None
+            raise ConfigError(
+                f"{directory}: another rollout job is writing here; wait for it, or choose another --out"
+            ) from None
         try:
             self._check_job(job)
             self.rows = {row.rollout_id: row for row in _read(directory / ROWS_FILE, RolloutRow)}
@@ -125,19 +133,40 @@ class Ledger:
         self._lock.close()
 
     def _check_job(self, job: Mapping[str, Any]) -> None:
-        path = self._directory / "job.json"
+        path = self._directory / _JOB_FILE
         if not path.exists():
             temporary = path.with_suffix(".new")
             temporary.write_text(json.dumps(job, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             temporary.replace(path)
             return
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = read_job(self._directory) or {}
         differing = sorted(key for key in {*job, *found} if job.get(key) != found.get(key))
         if differing:
+            options = ", ".join(_OPTIONS.get(key, key) for key in differing)
             raise ConfigError(
-                f"{self._directory} holds a job with other {', '.join(differing)}: choose another directory, or the "
-                "same values to resume it"
+                f"{self._directory} holds a job with other {', '.join(differing)}: give {options} the values it was "
+                "started with to resume it, or choose another directory with --out"
             )
+
+
+def read_job(directory: Path) -> dict[str, Any] | None:
+    """What the job in a directory is; None if there is none. Raises `RecordError` if that cannot be read."""
+    path = directory / _JOB_FILE
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, RecursionError) as error:
+        raise _damaged(path, str(error)) from None
+    if not isinstance(found, dict) or "job_id" not in found:
+        raise _damaged(path, "it is not a job")
+    return found
+
+
+def _damaged(path: Path, why: str) -> RecordError:
+    return RecordError(
+        f"{path} cannot be read: {why}. Choose another directory with --out, or remove that one", field=path.name
+    )
 
 
 def _append(file: IO[str], row: RolloutRow | FailureRow) -> None:
@@ -158,6 +187,6 @@ def _read(path: Path, make: Callable[..., _Row]) -> list[_Row]:
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
             rows.append(make(**json.loads(line)))
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"{path}, line {number}: cannot be read: {error}", field=f"line {number}") from None
     return rows

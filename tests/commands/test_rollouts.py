@@ -66,11 +66,14 @@ def test_the_bar_shows_the_mean_reward_and_what_failed() -> None:
     output = io.StringIO()
     summary = with_progress(play, total=3, console=Console(file=output, width=120))
     assert "3/3 mean reward 0.500, 1 failed" in output.getvalue()
-    assert summarized(summary) == "2 of 3 rollouts finished; failed attempts: connection 3x"
+    assert summarized(summary, "http://here") == (
+        "2 of 3 rollouts finished; failed attempts: connection 3x; "
+        "calls could not connect to http://here: is `serve run` still up?"
+    )
 
 
 def test_a_resumed_job_says_so() -> None:
-    assert summarized(JobSummary((row(0), row(1)), resumed=1, failures=Counter())) == (
+    assert summarized(JobSummary((row(0), row(1)), resumed=1, failures=Counter()), "http://here") == (
         "2 of 2 rollouts finished; 1 of them before"
     )
 
