@@ -20,6 +20,7 @@ that boundary nothing catches `Exception`.
     │   ├── ContextLengthError     the prompt does not fit the model's context
     │   ├── RequestTooLargeError   more bytes than the server takes
     │   ├── UnknownModelError      a model this graph does not serve, on an untracked route
+    │   ├── UnknownRolloutError    nothing is recorded of the rollout whose records are asked for
     │   ├── InvalidRolloutIdError  an id outside the allowed alphabet or length
     │   └── AuthenticationError    a missing or wrong token
     ├── EngineError                the engine failed
@@ -129,6 +130,10 @@ class RequestTooLargeError(RequestError):
 
 class UnknownModelError(RequestError):
     """A model this graph does not serve."""
+
+
+class UnknownRolloutError(RequestError):
+    """Nothing is recorded of this rollout."""
 
 
 class InvalidRolloutIdError(RequestError):

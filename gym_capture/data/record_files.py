@@ -371,6 +371,12 @@ class _JsonLines:
         self._rollouts.write(_json(rollout_row(snapshot)) + b"\n")
 
 
+def snapshot_json(snapshot: Snapshot) -> bytes:
+    """A rollout as one JSON object: `rollout` and `calls` hold the rows that the files have of them."""
+    calls = [call_row(entry) for entry in snapshot.entries]
+    return _json({"rollout": rollout_row(snapshot), "calls": calls})
+
+
 def _json(value: object) -> bytes:
     """JSON that any parser reads. float32 is written with the digits that give it back."""
     try:

@@ -32,6 +32,7 @@ from gym_capture.errors import (
     RecordError,
     StoreError,
     UnknownModelError,
+    UnknownRolloutError,
 )
 from gym_capture.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.output_items import output_items
@@ -42,12 +43,14 @@ from gym_capture.records import (
     IdArray,
     Parent,
     Root,
+    Snapshot,
     TokenEntry,
     Unresolved,
     check_rollout_id,
     digest_ids,
 )
 from gym_capture.serving.state import Begun
+from gym_capture.serving.stats import ShardStats
 from gym_capture.splice import Spliced, full_prompt, splice
 
 logger = logging.getLogger(__name__)
@@ -63,6 +66,8 @@ class CallState(Protocol):
     async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
+    async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def stats(self) -> ShardStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +220,18 @@ class CallService:
             call_id=call_id, prompt_ids=prompt.ids, request=request, max_tokens=max_tokens, stream=request.stream
         )
         return generation, max_tokens
+
+    async def snapshot(self, rollout_id: str) -> Snapshot:
+        """What is recorded of a rollout. Raises `UnknownRolloutError` if nothing is, or a `StoreError`."""
+        check_rollout_id(rollout_id)
+        snapshot = None if self._state is None else await self._state.freeze(rollout_id)
+        if snapshot is None or snapshot.version == 0:
+            raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
+        return snapshot
+
+    async def stats(self) -> ShardStats | None:
+        """What the state actors count; None if nothing is captured. Raises a `StoreError` if they do not answer."""
+        return None if self._state is None else await self._state.stats()
 
     async def check_health(self) -> None:
         """Raises `EngineDeadError`."""

@@ -21,6 +21,7 @@ from gym_capture.errors import (
     RetiredRolloutError,
     StoreError,
     UnknownModelError,
+    UnknownRolloutError,
 )
 
 logger = logging.getLogger(__name__)
@@ -33,6 +34,8 @@ def classify(error: Exception) -> ApiError:
             return ApiError(status=400, kind="context_length", message=error.message, param="messages")
         case RequestTooLargeError():
             return ApiError(status=413, kind="too_large", message=error.message)
+        case UnknownRolloutError():
+            return ApiError(status=404, kind="not_found", message=str(error))
         case UnknownModelError():
             return ApiError(status=404, kind="unknown_model", message=error.message, param="model")
         case AuthenticationError():

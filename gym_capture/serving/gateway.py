@@ -16,6 +16,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from typing import Any, Final, TypeAlias
 
@@ -27,6 +28,7 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
+from gym_capture.data.record_files import snapshot_json
 from gym_capture.dialects.anthropic import MessagesDialect
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEncoder
 from gym_capture.dialects.chat import ChatDialect
@@ -53,6 +55,8 @@ _ROLLOUT: Final = "/ng-rollout/{rollout_id}"
 _PREFIXES: Final = ("", _ROLLOUT, f"{_ROLLOUT}/training-token-capture")
 _JSON: Final = "application/json"
 _GONE: Final = 499
+_ANSWER_WITHIN_S: Final = 5.0
+"""A part that needs longer to say that it is well is not."""
 _FIRST_BYTE_S: Final = 1.5
 """A stream whose call has begun says so after this long, even if nothing has been generated yet."""
 _NOT_BEGUN_S: Final = 10.0
@@ -101,8 +105,15 @@ def build_gateway(
         return JSONResponse({"name": "gym-capture", "model": model_name})
 
     async def healthz(request: Request) -> Response:
-        error = await edge.health()
-        return JSONResponse({"status": "ok" if error is None else error}, status_code=200 if error is None else 503)
+        parts = await edge.health()
+        is_well = all(state == "ok" for state in parts.values())
+        return JSONResponse({"status": "ok" if is_well else "failing", **parts}, status_code=200 if is_well else 503)
+
+    async def stats(request: Request) -> Response:
+        return await edge.stats()
+
+    async def records(request: Request) -> Response:
+        return await edge.records(request, request.path_params["rollout_id"])
 
     for prefix in _PREFIXES:
         routes: list[tuple[str, str, _Handler]] = [
@@ -126,7 +137,9 @@ def build_gateway(
                 openapi_extra=describe(path, in_rollout=prefix == _ROLLOUT) if is_call else None,
                 operation_id=f"{method} {prefix + path}",
             )
+    app.add_api_route(f"{_ROLLOUT}/token-records", records, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", healthz, methods=["GET"])
+    app.add_api_route("/stats", stats, methods=["GET"])
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
@@ -186,12 +199,36 @@ class _Edge:
         self._max_body_bytes = max_body_bytes
         self._keyring = keyring
 
-    async def health(self) -> str | None:
+    async def health(self) -> dict[str, str]:
+        """Of each part that calls need: `ok`, or what is wrong."""
+        return {
+            "engine": await _well(self._service.check_health()),
+            # Answering takes an open log: an actor that is restarting or reading its log back does not.
+            "state": await _well(self._service.stats()),
+        }
+
+    async def stats(self) -> Response:
+        """What the state actors count, over all replicas."""
         try:
-            await self._service.check_health()
-        except GymCaptureError as error:
-            return error.message
-        return None
+            found = await self._service.stats()
+        except Exception as error:  # noqa: BLE001 - the boundary that classifies
+            return _error_response(_CHAT, classify(error))
+        if found is None:
+            return JSONResponse({"capture": False})
+        eligible = found.prefix_requested
+        ratio = None if eligible == 0 else found.prefix_supplied / eligible
+        return JSONResponse({"capture": True, "prefix_supplied_ratio": ratio, **asdict(found)})
+
+    async def records(self, http: Request, rollout_id: str) -> Response:
+        """Everything that is recorded of a rollout, token ids included."""
+        try:
+            if self._keyring is not None:
+                self._keyring.admit_reader(http.headers)
+            snapshot = await self._service.snapshot(rollout_id)
+            body = await asyncio.to_thread(snapshot_json, snapshot)
+            return Response(body, media_type=_JSON)
+        except Exception as error:  # noqa: BLE001 - the boundary that classifies
+            return _error_response(_CHAT, classify(error))
 
     async def count(self, http: Request, *, rollout_id: str | None) -> Response:
         """How long the prompt of a Messages request would be."""
@@ -272,6 +309,17 @@ async def _frames(live: LiveCall, encoder: StreamEncoder, *, keep_alive_s: float
     reply = await asyncio.shield(live.running)
     assert live.begun is not None
     yield (b"" if has_started else encoder.start(live.begun.prompt_tokens)) + encoder.finish(reply)
+
+
+async def _well(check: Awaitable[object]) -> str:
+    try:
+        async with asyncio.timeout(_ANSWER_WITHIN_S):
+            await check
+    except GymCaptureError as error:
+        return error.message
+    except TimeoutError:
+        return f"no answer within {_ANSWER_WITHIN_S:g} s"
+    return "ok"
 
 
 class _WholeReply(Response):

@@ -21,6 +21,7 @@ from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.state import Begun
+from gym_capture.serving.stats import ShardStats
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.template import ChatTemplate
 
@@ -80,6 +81,14 @@ class LocalState:
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return self._lineage.resolve(rollout_id, turn_keys)
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        return await self.store.freeze(rollout_id)
+
+    async def stats(self) -> ShardStats:
+        if self.begin_fails is not None:
+            raise self.begin_fails
+        return ShardStats(prefix_requested=4, prefix_supplied=3, resolutions={"root": 2})
 
     async def snapshot(self, rollout_id: str = "r1") -> Snapshot:
         """The rollout with whole prompts, in the order in which its calls were recorded."""

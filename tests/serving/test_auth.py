@@ -50,6 +50,18 @@ def test_another_token_is_refused_before_anything_happens(template: HfChatTempla
     asyncio.run(run())
 
 
+def test_reading_records_takes_the_read_token(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = replica_of(template)
+        await ask(replica, KEYS.rollout_token("r1"))
+        path = "/ng-rollout/r1/token-records"
+        for token, status in ((KEYS.read_token(), 200), (KEYS.rollout_token("r1"), 403), ("", 401)):
+            headers = {"authorization": f"Bearer {token}"} if token else {}
+            assert (await replica.http.get(path, headers=headers)).status_code == status
+
+    asyncio.run(run())
+
+
 def test_no_token_is_401(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = replica_of(template)

@@ -443,14 +443,50 @@ def test_a_generation_that_does_not_finish_is_no_reply(
     asyncio.run(run())
 
 
-def test_health_is_the_engines(template: HfChatTemplate) -> None:
+def test_health_is_the_engines_and_the_states(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = Replica(template, always(PLAIN))
-        assert (await replica.http.get("/healthz")).json() == {"status": "ok"}
+        well = await replica.http.get("/healthz")
+        assert (well.status_code, well.json()) == (200, {"status": "ok", "engine": "ok", "state": "ok"})
+        replica.state.begin_fails = StoreUnavailableError("the state actor does not answer")
+        ill = await replica.http.get("/healthz")
+        assert ill.status_code == 503
+        assert ill.json() == {"status": "failing", "engine": "ok", "state": "the state actor does not answer"}
+        assert (await replica.http.get("/stats")).status_code == 503
+        replica.state.begin_fails = None
         replica.engine.is_dead = True
-        assert (await replica.http.get("/healthz")).status_code == 503
+        ill = await replica.http.get("/healthz")
+        assert (ill.status_code, ill.json()["engine"]) == (503, "the scripted engine is dead")
         await replica.service.close()
         assert replica.engine.is_closed
+
+    asyncio.run(run())
+
+
+def test_stats_say_how_many_eligible_calls_got_their_prefix(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        stats = (await Replica(template, always(PLAIN)).http.get("/stats")).json()
+        assert (stats["capture"], stats["prefix_supplied_ratio"]) == (True, 0.75)
+        assert stats["resolutions"] == {"root": 2}
+        off = Replica(template, always(PLAIN), capture=False)
+        assert (await off.http.get("/stats")).json() == {"capture": False}
+
+    asyncio.run(run())
+
+
+def test_records_are_read_over_http_too(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        path = "/ng-rollout/r1/token-records"
+        assert (await replica.http.get(path)).status_code == 404
+        await replica.chat(USER)
+        (entry,) = await replica.state.entries()
+        read = (await replica.http.get(path)).json()
+        assert read["rollout"]["rollout_id"] == "r1"
+        (call,) = read["calls"]
+        assert call["prompt_token_ids"] == entry.prompt_token_ids.tolist()
+        assert call["generation_token_ids"] == [5, 6, 7]
+        assert call["generation_log_probs"] == [-0.25, -1.0, -2.0]
 
     asyncio.run(run())
 
