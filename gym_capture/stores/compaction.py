@@ -27,6 +27,11 @@ from gym_capture.stores.segments import Location, ReadThread, SegmentReader, del
 
 _LIVE_FRACTION: Final = 0.5
 """A closed segment is rewritten when at most this part of it is alive: at worst, a byte is copied per byte freed."""
+_SWEPT_AT_LEAST: Final = 1_000
+_COPIED_PER_TOMBSTONE: Final = 100_000
+"""So many tombstones must have served their time, one for so many bytes of live records, before segments that are alive
+are rewritten because they are in the way: a tombstone may go only once nothing older than itself is left.
+"""
 _CHUNK_BYTES: Final = 1 << 20
 """Copies are written in steps of this size, so that no call waits for a whole segment to be copied."""
 
@@ -75,13 +80,20 @@ class Compactor:
                 return
 
     def _next(self) -> int | None:
-        """The oldest segment that is worth rewriting.
+        """The oldest segment that is worth rewriting: because it is mostly dead, or in the way of sweeping tombstones.
 
         The newest stays: it is written to, and its header says which epochs were given out before it. Damaged ones
         stay for whoever looks into the damage.
         """
         sizes = self._index.sizes
-        for number in sorted(sizes)[:-1]:
+        closed = sorted(sizes)[:-1]
+        live_bytes = sum(map(self._index.live_bytes, closed))
+        enough = max(_SWEPT_AT_LEAST, live_bytes // _COPIED_PER_TOMBSTONE)
+        if self._index.overdue(enough, before=time.time() - self._tombstone_ttl_s):
+            oldest = closed[0] if closed else None
+            if oldest not in self._index.damaged:
+                return oldest
+        for number in closed:
             used = sizes[number] - SEGMENT_HEADER_BYTES
             if number not in self._index.damaged and self._index.live_bytes(number) <= _LIVE_FRACTION * used:
                 return number

@@ -9,6 +9,7 @@ behind which there are none left, may lose it.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
@@ -40,6 +41,8 @@ class LogIndex:
         self._live_bytes: Counter[int] = Counter()
         self._rollouts: dict[str, _LiveRollout] = {}
         self._tombstones: dict[str, tuple[Retired, Location]] = {}
+        self._sweepable: dict[str, float] = {}
+        """When each rollout was retired whose tombstone may be swept one day; the longest ago first, about."""
         self._kept: dict[str, set[int]] = {}
         """Epochs that were consumed but whose records stay."""
 
@@ -94,10 +97,16 @@ class LogIndex:
             self.book.sweep(frame.rollout_id)
             self._drop_tombstone(frame.rollout_id)
 
+    def overdue(self, count: int, *, before: float) -> bool:
+        """Whether so many tombstones have served their time."""
+        return next(itertools.islice(self._sweepable.values(), count - 1, None), before) < before
+
     def _add_tombstone(self, rollout_id: str, event: Retired, location: Location) -> None:
         if self.book.tombstone(rollout_id) == event:
             self._drop_tombstone(rollout_id)
             self._tombstones[rollout_id] = (event, location)
+            if not event.keeps_records:
+                self._sweepable[rollout_id] = event.retired_at
             self._live_bytes[location.segment] += location.size
         elif event.keeps_records:
             self._live_bytes[location.segment] += location.size
@@ -105,6 +114,7 @@ class LogIndex:
     def _drop_tombstone(self, rollout_id: str) -> None:
         if rollout_id in self._tombstones:
             event, location = self._tombstones.pop(rollout_id)
+            self._sweepable.pop(rollout_id, None)
             if not event.keeps_records:
                 self._live_bytes[location.segment] -= location.size
 

@@ -91,6 +91,36 @@ def test_tombstone_outlives_the_records_that_it_retires(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_a_rollout_that_stays_for_ever_does_not_keep_all_tombstones(tmp_path: Path) -> None:
+    """Tombstones may only go from the oldest segment; one that is alive as a whole must not hold them back for ever."""
+
+    async def scenario() -> None:
+        store = await LogStore.open(tmp_path, segment_bytes=100_000, fsync=False, tombstone_ttl_s=-1)
+        stay = await begin(store, "stay", "c")
+        await store.put_many([(encode_entry(big_entry("stay", f"c{index}")), stay) for index in range(20)])
+        before = contents(await store.freeze("stay"))
+        for index in range(2_000):
+            await begin(store, f"r{index}", "c")
+            await drop(store, f"r{index}")
+        await store.compact()
+        tombstones = [
+            frame.rollout_id
+            for segment in read_segments(tmp_path)
+            for frame in segment.frames
+            if frame.type is RecordType.RETIRED
+        ]
+        assert len(tombstones) < 1_500
+        assert contents(await store.freeze("stay")) == before
+        assert await store.rollout_ids() == ["stay"]
+        await store.close()
+        store = await LogStore.open(tmp_path, fsync=False)
+        assert contents(await store.freeze("stay")) == before
+        assert await store.rollout_ids() == ["stay"]
+        await store.close()
+
+    asyncio.run(scenario())
+
+
 def test_swept_tombstone_still_refuses_late_writers(tmp_path: Path) -> None:
     """The store has forgotten the rollout, but no attempt gets the epoch of the old one again."""
 
