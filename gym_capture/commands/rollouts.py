@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
 from gym_capture.rollouts.ledger import read_job
@@ -70,6 +71,9 @@ def run(
     max_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of a call at most.")] = 48,
     call_timeout_s: Annotated[float, typer.Option(help="Seconds that a model call may take.")] = 120.0,
     rollout_timeout_s: Annotated[float, typer.Option(help="Seconds that a rollout may take, once started.")] = 600.0,
+    secret_file: Annotated[
+        Path | None, typer.Option(help="The graph's secret file, if it has one: each rollout gets its own token.")
+    ] = None,
     ray_address: Annotated[str, typer.Option(help="The Ray cluster that the graph runs on.")] = "auto",
     namespace: Annotated[str, typer.Option(help="Ray namespace of the graph's state actors.")] = "gym-capture",
 ) -> None:
@@ -82,6 +86,7 @@ def run(
     from gym_capture.rollouts.job import JobOptions
     from gym_capture.rollouts.tool_agent import run_tool_agent
 
+    keyring = None if secret_file is None else Keyring.from_file(secret_file)
     check_server(url)
     make_environment = load(environment)
     tasks = read_tasks(tasks_file) if tasks_file else make_environment.tasks(generate, seed=seed)
@@ -113,6 +118,7 @@ def run(
                 clear=clear,
                 directory=out,
                 on_row=on_row,
+                keyring=keyring,
             )
         )
 

@@ -1,0 +1,47 @@
+"""The job that `gym-capture rollouts run` plays: where its calls go, and whose token they carry."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from gym_capture.auth import Keyring
+from gym_capture.rollouts.environment import Register
+from gym_capture.rollouts.harness import ToolLoopOptions
+from gym_capture.rollouts.job import JobOptions
+from gym_capture.rollouts.ledger import RolloutRow
+from gym_capture.rollouts.tool_agent import run_tool_agent
+from tests.rollouts.scripted_server import serving, solve
+
+KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
+
+
+async def nothing_to_clear(rollout_id: str) -> None:
+    return
+
+
+@pytest.mark.parametrize("keyring", [KEYS, None], ids=["secret", "open"])
+def test_each_rollout_calls_with_its_own_token(tmp_path: Path, keyring: Keyring | None) -> None:
+    async def run() -> None:
+        rows: list[RolloutRow] = []
+        async with serving(solve) as server:
+            summary = await run_tool_agent(
+                url=server.url,
+                tasks=Register.tasks(2),
+                make_environment=Register,
+                job=JobOptions(job_id="job", samples=2),
+                loop=ToolLoopOptions(model="policy"),
+                clear=nothing_to_clear,
+                directory=tmp_path,
+                on_row=rows.append,
+                keyring=keyring,
+            )
+        assert (summary.failed, len(rows)) == (0, 4)
+        called = {call.rollout_id: call.token for call in server.calls}
+        assert called.keys() == {row.rollout_id for row in rows}
+        for rollout_id, token in called.items():
+            assert token == ("unused" if keyring is None else keyring.rollout_token(rollout_id))
+
+    asyncio.run(run())
