@@ -11,7 +11,7 @@ assistant's message as it got it, then the tool's result, whose text depends on 
 fixes how long the text in a call is, so the work hardly differs between servers; `generated_tokens_a_call` shows it.
 Every conversation begins with a word of its own: what a cache can hit is its own history.
 
-Run: python -m benchmarks.multi_turn [--model tiny|smollm2] [--rounds 5] [--rollouts 8] [--turns 10]
+Run: python -m benchmarks.multi_turn [--model tiny|smollm2] [--rounds 3] [--rollouts 8] [--turns 10]
 
 `wall_s` is the median round. `cached_of_prompt`: the share of all prompt tokens that came from the cache.
 `cached_of_history`: of the tokens that a conversation's previous call ended with, the most that can be hit, less the
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 1 if the claim does not hold."""
     parser = argparse.ArgumentParser(description="Conversations with tools: the graph against plain vLLM.")
     parser.add_argument("--model", action="append", help="tiny, smollm2 or a model folder; repeatable; default: both")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--rollouts", type=int, default=8, help="conversations at the same time")
     parser.add_argument("--turns", type=int, default=10, help="calls of a conversation")
     options = parser.parse_args(argv)
