@@ -51,17 +51,18 @@ class CliRun:
 
 
 def claude_code(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
-    """Claude Code with its default prompt and tools, 18,000 tokens."""
+    """Claude Code with its default prompt and tools, 20,000 tokens."""
     return _claude_code(url, rollout_id, token, task, folder, options=())
 
 
 def lean_claude_code(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
-    """Claude Code with its Bash tool alone and a short system prompt, which keep its prompt at 900 tokens."""
+    """Claude Code with its Bash tool alone and a short system prompt, which keep its prompt at 1,000 tokens."""
     options = ("--tools", "Bash", "--system-prompt", "You are terse.")
     return _claude_code(url, rollout_id, token, task, folder, options=options)
 
 
 def claude_code_environment(*, url: str, rollout_id: str, token: str) -> dict[str, str]:
+    """What Claude Code is told besides its command line."""
     return {
         "ANTHROPIC_BASE_URL": f"{url}/ng-rollout/{rollout_id}",
         "ANTHROPIC_API_KEY": token,
@@ -82,7 +83,7 @@ def _claude_code(url: str, rollout_id: str, token: str, task: str, folder: Path,
 
 
 def codex(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
-    """`codex exec` with its default prompt and tools, 10,000 tokens."""
+    """`codex exec` with its default prompt and tools, 9,000 tokens."""
     home = folder / "home" / ".codex"
     home.mkdir(parents=True)
     base_url = f"{url}/ng-rollout/{rollout_id}/v1"

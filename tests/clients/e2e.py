@@ -34,7 +34,7 @@ from tests.serving.graph import Graph, whole
 ROOT: Final = Path(__file__).parents[2]
 NAMESPACE: Final = "real-clients"
 POSITIONS: Final = 32_768
-"""The context of the tiny model: Claude Code alone begins with 18,000 tokens."""
+"""The context of the tiny model: Claude Code begins with 20,000 tokens."""
 SECRET: Final = b"a secret of the tests"
 """With one, each CLI gets in with its rollout's token as its API key."""
 
