@@ -52,6 +52,7 @@ GAUGES: Final[Mapping[str, str]] = {
     "log_bytes": "Size of the log on disk",
     "log_live_bytes": "Bytes of the log that are still needed",
     "log_segments": "Segment files of the log",
+    "lost_mirrors": "Logs that should have a second copy and have none now",
     "waiting_puts": "Records that are not durable yet",
     "waiting_bytes": "Bytes of records that are not durable yet",
     "queued_writes": "Writes that wait for a sync to end",

@@ -278,6 +278,7 @@ def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
             log_bytes=found.total_bytes,
             log_live_bytes=found.live_bytes,
             log_segments=found.segments,
+            lost_mirrors=int(found.has_lost_mirror),
             queued_writes=found.queued_writes,
             commit_batches=found.commits.batches,
             commit_failures=found.commits.failed_batches,

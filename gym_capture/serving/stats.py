@@ -78,6 +78,8 @@ class ShardStats:
     log_live_bytes: int = 0
     """What of it is still needed; the rest goes when its segments are compacted."""
     log_segments: int = 0
+    lost_mirrors: int = 0
+    """Shards whose log should have a second copy, and has none now."""
     waiting_puts: int = 0
     """Records in the actor that are not durable yet."""
     waiting_bytes: int = 0

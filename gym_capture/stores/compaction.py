@@ -23,7 +23,7 @@ from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.log_records import event_of
 from gym_capture.stores.replay import Segment, read_segment
-from gym_capture.stores.segments import Location, ReadThread, SegmentReader, delete_segment
+from gym_capture.stores.segments import Copy, Location, ReadThread, SegmentReader, delete_segment
 
 _LIVE_FRACTION: Final = 0.5
 """A closed segment is rewritten when at most this part of it is alive: at worst, a byte is copied per byte freed."""
@@ -47,12 +47,14 @@ class Compactor:
         commits: GroupCommit,
         reads: ReadThread,
         tombstone_ttl_s: float,
+        copy: Copy | None,
     ) -> None:
         self._directory = directory
         self._index = index
         self._commits = commits
         self._reads = reads
         self._tombstone_ttl_s = tombstone_ttl_s
+        self._copy_of_log = copy
         self._running: asyncio.Task[None] | None = None
 
     def trigger(self) -> None:
@@ -110,6 +112,8 @@ class Compactor:
         def delete(reader: SegmentReader) -> None:
             reader.forget(number)
             delete_segment(self._directory, number)
+            if self._copy_of_log is not None:
+                self._copy_of_log.cut(number, 0)
 
         await self._reads.run(delete)
         self._index.forget_segment(number)

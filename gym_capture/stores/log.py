@@ -38,6 +38,7 @@ from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import CommitCounts, GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
+from gym_capture.stores.mirror import Mirror
 from gym_capture.stores.reading import read_record, read_snapshot
 from gym_capture.stores.recovery import Recovery, recover
 from gym_capture.stores.segments import (
@@ -64,6 +65,8 @@ class LogStats:
     live_bytes: int
     queued_writes: int
     """Writes that wait for the sync that is under way to end."""
+    has_lost_mirror: bool
+    """It should have a second copy, and has none now."""
     commits: CommitCounts
 
 
@@ -80,6 +83,7 @@ class LogStore:
         recovery: Recovery,
         keep_records: bool,
         tombstone_ttl_s: float,
+        mirror: Mirror | None,
     ) -> None:
         self.recovery = recovery
         """What was found in the directory when it was opened."""
@@ -95,7 +99,9 @@ class LogStore:
             commits=self._commits,
             reads=self._reads,
             tombstone_ttl_s=tombstone_ttl_s,
+            copy=mirror,
         )
+        self._mirror = mirror
         self._is_closed = False
 
     @classmethod
@@ -108,6 +114,7 @@ class LogStore:
         keep_records: bool = False,
         tombstone_ttl_s: float = 86_400.0,
         disk: Disk = _DISK,
+        mirror: Mirror | None = None,
     ) -> LogStore:
         """Opens a log directory, making it if it does not exist, and reads it from end to end.
 
@@ -115,6 +122,7 @@ class LogStore:
         fsync: without it an acknowledged write survives the process, but not the machine.
         keep_records: what `drop` consumes stays on disk, readable through `gym_capture.stores.inspect`.
         tombstone_ttl_s: how long, at least, a dropped rollout refuses late calls.
+        mirror: where the log is kept a second time, and is taken from if its own directory was lost.
 
         Raises `StoreUnavailableError` if another process holds the directory or the disk does not let it be read and
         repaired, `CorruptLogError` if a newer version wrote it. Damage inside is not an error: see `recovery`.
@@ -124,8 +132,12 @@ class LogStore:
             path = make_directory(directory)
             lock = lock_directory(path)
             try:
-                writer = SegmentWriter(path, segment_bytes=segment_bytes, fsync=fsync, disk=disk)
+                if mirror is not None:
+                    mirror.restore(path)
+                writer = SegmentWriter(path, segment_bytes=segment_bytes, fsync=fsync, disk=disk, copy=mirror)
                 index, recovery = recover(path, writer)
+                if mirror is not None:
+                    mirror.attach(path)
             except BaseException:
                 os.close(lock)
                 raise
@@ -137,6 +149,7 @@ class LogStore:
                 recovery=recovery,
                 keep_records=keep_records,
                 tombstone_ttl_s=tombstone_ttl_s,
+                mirror=mirror,
             )
 
         try:
@@ -262,6 +275,7 @@ class LogStore:
             total_bytes=sum(sizes.values()),
             live_bytes=sum(self._index.live_bytes(number) for number in sizes),
             queued_writes=self._commits.queued,
+            has_lost_mirror=self._mirror is not None and not self._mirror.is_attached,
             commits=self._commits.counts,
         )
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple, Protocol, TypeVar
 
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
 from gym_capture.stores.frames import (
@@ -53,6 +53,18 @@ class Disk:
     write: Callable[[int, memoryview, int], int] = os.pwrite
     sync: Callable[[int], None] = os.fdatasync
     truncate: Callable[[int, int], None] = os.ftruncate
+
+
+class Copy(Protocol):
+    """Where what is written goes a second time (`gym_capture.stores.mirror`)."""
+
+    def append(self, number: int, offset: int, data: bytes) -> Callable[[], None]:
+        """Begins to append to a segment; what it returns waits until that is durable there too."""
+        ...
+
+    def cut(self, number: int, size: int) -> None:
+        """A segment was cut back to `size` bytes; 0: deleted."""
+        ...
 
 
 # --- the directory -----------------------------------------------------------------------------------------------
@@ -113,8 +125,11 @@ def delete_segment(directory: Path, number: int) -> None:
 class SegmentWriter:
     """Appends batches of records. Used by one thread at a time."""
 
-    def __init__(self, directory: Path, *, segment_bytes: int, fsync: bool, disk: Disk) -> None:
+    def __init__(
+        self, directory: Path, *, segment_bytes: int, fsync: bool, disk: Disk, copy: Copy | None = None
+    ) -> None:
         self._directory = directory
+        self._copy = copy
         self._next_number = max(segment_numbers(directory), default=0) + 1
         self._segment_bytes = segment_bytes
         self._fsync = fsync
@@ -167,28 +182,38 @@ class SegmentWriter:
         except OSError:
             self.close()
             path.unlink()
+            self._cut_copy(0)
             raise
         self._size = SEGMENT_HEADER_BYTES
         self._next_number += 1
 
     def _write(self, data: bytes) -> None:
         assert self._fd is not None
+        copied = None if self._copy is None else self._copy.append(self._number, self._size, data)
         view, offset = memoryview(data), self._size
         while view:
             written = self._disk.write(self._fd, view, offset)
             view, offset = view[written:], offset + written
         if self._fsync:
             self._disk.sync(self._fd)
+        if copied is not None:
+            copied()
+
+    def _cut_copy(self, size: int) -> None:
+        if self._copy is not None:
+            self._copy.cut(self._number, size)
 
     def _cut_back(self) -> None:
         assert self._fd is not None
         try:
             if self._size == SEGMENT_HEADER_BYTES:
                 segment_path(self._directory, self._number).unlink()
+                self._cut_copy(0)
             else:
                 self._disk.truncate(self._fd, self._size)
                 if self._fsync:
                     self._disk.sync(self._fd)
+                self._cut_copy(self._size)
         except OSError:
             self._is_broken = True
         self.close()
