@@ -63,4 +63,4 @@ contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat templa
 	$(BIN)/python -m gym_capture.commands.audit_template > docs/contiguity.md
 
 clean:  ## remove .venv and caches of tools
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules
