@@ -3,13 +3,18 @@
 Invariant: ids and log probabilities come from the engine's own outputs, the log probability of each position being
 that of the *sampled* id, after sampling processors (`processed_logprobs`). vLLM's own protocol class maps the sampling
 parameters, its own parsers read tool calls and reasoning; nothing of either is written again here.
+
+A reply is the same turn streamed or whole, however the engine grouped its steps: the parsers always read it token by
+token (`steps.py`). And what a request gets wrong is the request's error, with its parameter, not the engine's.
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
+import subprocess
 import uuid
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,16 +22,18 @@ from typing import Any
 
 import numpy as np
 from pydantic import ValidationError
-from vllm import SamplingParams, TokensPrompt
+from vllm import SamplingParams, TokensPrompt, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-from vllm.exceptions import VLLMValidationError
+from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError, VLLMClientError, VLLMValidationError
 from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
-from vllm.sampling_params import RequestOutputKind
+from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
@@ -41,11 +48,37 @@ from gym_capture.calls import (
     ToolCallStart,
 )
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
+from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.errors import ConfigError, EngineDeadError, EngineError, InvalidRequestError
+from gym_capture.engines.limits import check_sampling, check_schema
+from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, merged
+from gym_capture.errors import (
+    ConfigError,
+    EngineDeadError,
+    EngineError,
+    EngineOverloadedError,
+    InvalidRequestError,
+)
 from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
+_CONTEXT_IDS = 8
+"""How many ids before the first generated one tell how that one is written."""
+_MAX_MESSAGE = 500
+"""Characters of an error: vLLM repeats what it was given."""
+_SAMPLING_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "min_tokens",
+    "max_tokens",
+)
+"""Those that shape the distribution; a record says what they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +101,11 @@ class VllmEngine:
         template: HfChatTemplate,
         tool_parser: str | None,
         reasoning_parser: str | None,
+        guard: subprocess.Popen[bytes] | None = None,
     ) -> None:
+        """`guard`: sees to it that the engine's process ends with this one; terminated when the engine is closed."""
         self._llm = llm
+        self._guard = guard
         self._template = template
         config = llm.model_config
         self._model = ModelInfo(name=name, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
@@ -110,12 +146,20 @@ class VllmEngine:
             args = AsyncEngineArgs(**forced, **engine_args)
         except TypeError as error:
             raise ConfigError(f"engine_args: {error}") from error
+        guard = start_guard(title=f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
         llm = AsyncLLM.from_engine_args(args)
         eos = llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         template = HfChatTemplate.from_tokenizer(
             llm.renderer.tokenizer, stop_token_ids=(eos,) if isinstance(eos, int) else tuple(eos)
         )
-        return cls(llm, name=name, template=template, tool_parser=tool_parser, reasoning_parser=reasoning_parser)
+        return cls(
+            llm,
+            name=name,
+            template=template,
+            tool_parser=tool_parser,
+            reasoning_parser=reasoning_parser,
+            guard=guard,
+        )
 
     @property
     def model(self) -> ModelInfo:
@@ -128,42 +172,64 @@ class VllmEngine:
     def generate(
         self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
     ) -> Generation:
-        chat = _chat_request(request)
+        try:
+            return self._generate(call_id, prompt_ids.tolist(), request, max_tokens=max_tokens, stream=stream)
+        except (VLLMClientError, ValueError, RecursionError) as error:
+            raise _refused(error, param=_schema_param(request), call_id=call_id) from error
+
+    def _generate(
+        self, call_id: str, ids: list[int], request: ModelRequest, *, max_tokens: int, stream: bool
+    ) -> Generation:
+        check_sampling(request.sampling, vocab_size=self._model.vocab_size)
+        chat = chat_request(request)
         parser = None
-        if self._parsers.parser_cls is not None:
+        if self._parsers.parser_cls is not None and request.raw_prompt is None:
             parser = self._parsers.parser_cls(
                 self._parsers.tokenizer, chat.tools, model_config=self._parsers.model_config, chat_template_kwargs={}
             )
-        ids = prompt_ids.tolist()
-        try:
-            if parser is not None:
-                # Forced tool choice becomes structured output here, and parsers ask for the special tokens they read.
-                chat = parser.adjust_request(chat)
-            params = chat.to_sampling_params(max_tokens, self._default_sampling)
-            params.logprobs = request.top_logprobs or 0
-            params.detokenize = True
-            params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
-            reasoning_ended = chat.resolve_reasoning_ended(parser, ids)
-        except VLLMValidationError as error:
-            raise InvalidRequestError(str(error), param=error.parameter, call_id=call_id) from error
-        except ValueError as error:
-            raise InvalidRequestError(str(error), call_id=call_id) from error
+            # Forced tool choice becomes structured output here, and parsers ask for the special tokens they read.
+            chat = parser.adjust_request(chat)
+        params = chat.to_sampling_params(max_tokens, self._default_sampling)
+        params.logprobs = request.top_logprobs or 0
+        params.detokenize = True
+        params.output_kind = RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY
+        constrained_by = None
+        if params.structured_outputs is not None:
+            constrained_by = _schema_param(request)
+            _check_grammar(params.structured_outputs, param=constrained_by)
+        output_parser: OutputParser = PlainParser()
         if parser is not None:
             parser.set_prompt_token_ids(ids)
+            splitter = StepSplitter(text_of_next(self._parsers.tokenizer, ids, params))
+            output_parser = VllmParser(parser, chat, ids, splitter)
         outputs = self._llm.generate(
-            TokensPrompt(prompt_token_ids=ids), params, call_id, reasoning_ended=reasoning_ended
-        )
-        output_parser: OutputParser = (
-            PlainParser() if parser is None else _VllmParser(parser, chat, ids, streaming=stream)
+            TokensPrompt(prompt_token_ids=ids),
+            params,
+            call_id,
+            reasoning_ended=chat.resolve_reasoning_ended(parser, ids),
         )
         return Generation(
-            chunks=self._chunks(outputs, call_id, request.top_logprobs),
+            chunks=self._chunks(outputs, call_id, request, self._prompt_echo(ids, params), constrained_by),
             parser=output_parser,
             sampling=_recorded_sampling(params),
         )
 
+    def _prompt_echo(self, prompt_ids: list[int], params: SamplingParams) -> PromptEcho:
+        """vLLM's fast detokenizer repeats a prompt that ends in what is no whole character to it."""
+        tokenizer = self._parsers.tokenizer
+        if not uses_fast_detokenizer(tokenizer):
+            return PromptEcho("")
+        if not tokenizer.decode(prompt_ids[-_CONTEXT_IDS:]).endswith(NO_CHARACTER):
+            return PromptEcho("")
+        return PromptEcho(tokenizer.decode(prompt_ids, skip_special_tokens=params.skip_special_tokens))
+
     async def _chunks(
-        self, outputs: AsyncGenerator[RequestOutput], call_id: str, top_logprobs: int | None
+        self,
+        outputs: AsyncGenerator[RequestOutput],
+        call_id: str,
+        request: ModelRequest,
+        echo: PromptEcho,
+        constrained_by: str | None,
     ) -> AsyncGenerator[GenerationChunk]:
         first = True
         try:
@@ -173,17 +239,33 @@ class VllmEngine:
                     (completion,) = output.outputs
                     if completion.finish_reason is None and not completion.token_ids and not completion.text:
                         continue
-                    yield self._chunk(output, completion, first=first, top_logprobs=top_logprobs)
+                    if completion.finish_reason == "error" and constrained_by is not None:
+                        # What the engine's log says of it: its grammar cannot be compiled, or has no way on.
+                        raise InvalidRequestError(
+                            f"{constrained_by}: the engine cannot generate what this schema asks for",
+                            param=constrained_by,
+                            call_id=call_id,
+                        )
+                    text = echo.strip(completion.text, is_last=completion.finish_reason is not None)
+                    yield self._chunk(output, completion, text, first=first, top_logprobs=request.top_logprobs)
                     first = False
         except VllmEngineDeadError as error:
             raise EngineDeadError("the engine process died", call_id=call_id) from error
         except EngineGenerateError as error:
-            raise EngineError(f"the engine failed: {error}", call_id=call_id) from error
-        except (ValueError, VLLMValidationError) as error:
-            raise InvalidRequestError(str(error), call_id=call_id) from error
+            raise EngineError(f"the engine failed: {error.__cause__ or error}", call_id=call_id) from error
+        except (QueueOverflowError, MaxQueuedTokensError) as error:
+            raise EngineOverloadedError(error.message) from error
+        except (VLLMClientError, ValueError) as error:
+            raise _refused(error, param=constrained_by, call_id=call_id) from error
 
     def _chunk(
-        self, output: RequestOutput, completion: CompletionOutput, *, first: bool, top_logprobs: int | None
+        self,
+        output: RequestOutput,
+        completion: CompletionOutput,
+        text: str,
+        *,
+        first: bool,
+        top_logprobs: int | None,
     ) -> GenerationChunk:
         ids = as_ids(np.fromiter(completion.token_ids, dtype=np.int32, count=len(completion.token_ids)))
         positions = completion.logprobs or []
@@ -207,7 +289,7 @@ class VllmEngine:
         return GenerationChunk(
             token_ids=ids,
             log_probs=log_probs,
-            text=completion.text,
+            text=text,
             prompt_token_ids=prompt,
             cached_tokens=output.num_cached_tokens or 0,
             finish_reason=completion.finish_reason,
@@ -226,7 +308,13 @@ class VllmEngine:
             raise EngineDeadError("the engine process died") from error
 
     async def close(self) -> None:
-        await asyncio.to_thread(self._llm.shutdown)
+        await asyncio.to_thread(self._shut_down)
+
+    def _shut_down(self) -> None:
+        self._llm.shutdown()
+        if self._guard is not None:
+            self._guard.terminate()
+            self._guard.wait()
 
 
 def sampled_log_probs(token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]]) -> LogProbArray:
@@ -241,7 +329,7 @@ def sampled_log_probs(token_ids: Sequence[int], positions: Sequence[Mapping[int,
     )
 
 
-def _chat_request(request: ModelRequest) -> ChatCompletionRequest:
+def chat_request(request: ModelRequest) -> ChatCompletionRequest:
     """vLLM's own request class, for its sampling mapping and its parsers; the messages do not matter to either."""
     body: dict[str, Any] = {
         "messages": _NO_PARSER_MESSAGES,
@@ -266,32 +354,72 @@ def _chat_request(request: ModelRequest) -> ChatCompletionRequest:
         return ChatCompletionRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or None
-        raise InvalidRequestError(f"{where or 'request'}: {first['msg']}", param=where) from error
-    except VLLMValidationError as error:
-        raise InvalidRequestError(str(error)) from error
+        param = str(first["loc"][0]) if first["loc"] else None
+        raise InvalidRequestError(f"{param or 'request'}: {first['msg']}"[:_MAX_MESSAGE], param=param) from error
+
+
+def _schema_param(request: ModelRequest) -> str:
+    """The parameter whose schema constrains this generation, if any does: forced calls come before formats."""
+    is_forced = request.tool_choice not in ("auto", "none")
+    return (
+        "tools" if request.conversation.tools and (is_forced or request.response_format is None) else "response_format"
+    )
+
+
+def _check_grammar(constraint: StructuredOutputsParams, *, param: str) -> None:
+    for schema in (constraint.json, constraint.structural_tag):
+        check_schema(json.loads(schema) if isinstance(schema, str) else schema, param=param)
+
+
+def _refused(error: Exception, *, param: str | None, call_id: str) -> InvalidRequestError:
+    """vLLM's refusal, with the name that clients have for what it is about; `param` if it is about none by name."""
+    message = str(error.args[0] if error.args else error)[:_MAX_MESSAGE]
+    if isinstance(error, RecursionError):
+        message = f"{param} is nested too deep"
+    named = next((name for name in (*_SAMPLING_NAMES, "stop", "logit_bias") if message.startswith(name)), param)
+    if isinstance(error, VLLMValidationError) and error.parameter is not None:
+        named = {"logprobs": "top_logprobs"}.get(error.parameter, error.parameter)
+    return InvalidRequestError(message, param=named, call_id=call_id)
 
 
 def _recorded_sampling(params: SamplingParams) -> dict[str, Any]:
     """The parameters that shape the distribution, as they were in force."""
-    names = (
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "seed",
-        "min_tokens",
-        "max_tokens",
-    )
-    recorded: dict[str, Any] = {name: value for name in names if (value := params.__getattribute__(name)) is not None}
+    recorded: dict[str, Any] = {
+        name: value for name in _SAMPLING_NAMES if (value := params.__getattribute__(name)) is not None
+    }
     if params.stop:
         recorded["stop"] = list(params.stop)
     if params.structured_outputs is not None:
         recorded["structured_outputs"] = True
     return recorded
+
+
+def text_of_next(tokenizer: Any, prompt_ids: list[int], params: SamplingParams) -> Callable[[int], str]:
+    """vLLM's own way from ids to text, once more: what each next id adds."""
+    detokenizer = IncrementalDetokenizer.from_new_request(
+        tokenizer,
+        EngineCoreRequest(
+            request_id="",
+            prompt_token_ids=prompt_ids[-_CONTEXT_IDS:],
+            mm_features=None,
+            sampling_params=SamplingParams(
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        ),
+    )
+
+    def decode_next(token_id: int) -> str:
+        detokenizer.update([token_id], False)
+        text: str = detokenizer.get_next_output_text(False, True)
+        return text
+
+    return decode_next
 
 
 def _tool_call_id() -> str:
@@ -305,56 +433,43 @@ class PlainParser:
         return (TextDelta(chunk.text),) if chunk.text else ()
 
 
-class _VllmParser:
-    """vLLM's parser over one generation, streamed or whole."""
+class VllmParser:
+    """vLLM's parser over one generation, token by token, whether they came one by one or all at once."""
 
-    def __init__(self, parser: Parser, chat: ChatCompletionRequest, prompt_ids: list[int], *, streaming: bool) -> None:
+    def __init__(
+        self, parser: Parser, chat: ChatCompletionRequest, prompt_ids: list[int], splitter: StepSplitter
+    ) -> None:
         self._parser = parser
         self._chat = chat
         self._prompt_ids = prompt_ids
-        self._streaming = streaming
+        self._splitter = splitter
         self._started = 0
 
     def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        return self._delta(chunk) if self._streaming else self._whole(chunk)
+        is_last = chunk.finish_reason is not None
+        pieces = self._splitter.feed(chunk.token_ids.tolist(), chunk.text)
+        if is_last:
+            pieces += self._splitter.rest()
+        events = [event for piece in pieces for event in self._read(piece, finished=False)]
+        if is_last:
+            # Apart from the last token, which may have come before anybody knew that it is the last.
+            events += self._read(Piece([], ""), finished=True)
+        return merged(events)
 
-    def _whole(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        reasoning, content, calls = self._parser.parse(
-            chunk.text,
-            self._chat,
-            enable_auto_tools=self._parser.tool_parser is not None and bool(self._chat.tools),
-            model_output_token_ids=chunk.token_ids.tolist(),
-        )
-        events: list[ReplyEvent] = []
-        if reasoning:
-            events.append(ReasoningDelta(reasoning))
-        if content:
-            events.append(TextDelta(content))
-        for index, call in enumerate(calls or ()):
-            events.append(ToolCallStart(index, call.id or _tool_call_id(), call.name))
-            events.append(ToolCallDelta(index, call.arguments))
-        return events
-
-    def _delta(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
+    def _read(self, piece: Piece, *, finished: bool) -> Iterable[ReplyEvent]:
         delta = self._parser.parse_delta(
-            chunk.text,
-            chunk.token_ids.tolist(),
-            self._chat,
-            prompt_token_ids=self._prompt_ids,
-            finished=chunk.finish_reason is not None,
+            piece.text, piece.token_ids, self._chat, prompt_token_ids=self._prompt_ids, finished=finished
         )
         if delta is None:
-            return ()
-        events: list[ReplyEvent] = []
+            return
         if delta.reasoning:
-            events.append(ReasoningDelta(delta.reasoning))
+            yield ReasoningDelta(delta.reasoning)
         if delta.content:
-            events.append(TextDelta(delta.content))
+            yield TextDelta(delta.content)
         for call in delta.tool_calls or ():
             function = call.function
             if function is not None and function.name is not None and call.index >= self._started:
-                events.append(ToolCallStart(call.index, call.id or _tool_call_id(), function.name))
+                yield ToolCallStart(call.index, call.id or _tool_call_id(), function.name)
                 self._started = call.index + 1
             if function is not None and function.arguments:
-                events.append(ToolCallDelta(call.index, function.arguments))
-        return events
+                yield ToolCallDelta(call.index, function.arguments)

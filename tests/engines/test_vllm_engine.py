@@ -1,0 +1,227 @@
+"""A real engine: what a request gets wrong stays the request's error, and an engine that dies is known to be dead."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
+from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
+from gym_capture.engines.base import GenerationChunk
+from gym_capture.engines.vllm import VllmEngine
+from gym_capture.errors import EngineDeadError, InvalidRequestError
+from gym_capture.records import as_ids
+from tests.engines import engine_holder
+
+pytestmark = pytest.mark.engine
+
+CONVERSATION = Conversation((Message("user", "hi"),))
+PROMPT = [1, 2, 3]
+
+
+@dataclass(frozen=True)
+class Running:
+    """An engine and the event loop that it belongs to."""
+
+    engine: VllmEngine
+    runner: asyncio.Runner
+
+    def generate(
+        self, request: ModelRequest, *, prompt: list[int] = PROMPT, max_tokens: int = 8, stream: bool = False
+    ) -> tuple[list[GenerationChunk], AssistantTurn]:
+        async def run() -> tuple[list[GenerationChunk], AssistantTurn]:
+            ids = as_ids(np.array(prompt, np.int32))
+            generation = self.engine.generate(
+                call_id=os.urandom(8).hex(), prompt_ids=ids, request=request, max_tokens=max_tokens, stream=stream
+            )
+            builder, chunks = TurnBuilder(), []
+            async for chunk in generation.chunks:
+                chunks.append(chunk)
+                for event in generation.parser.feed(chunk):
+                    builder.add(event)
+            return chunks, builder.turn()
+
+        return self.runner.run(run())
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Running]:
+    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
+        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+
+        async def start() -> VllmEngine:
+            return engine_holder.start()
+
+        engine = runner.run(start())
+        yield Running(engine, runner)
+        runner.run(engine.close())
+
+
+def asking(**fields: Any) -> ModelRequest:
+    return ModelRequest(**{"requested_model": "policy", "conversation": CONVERSATION, **fields})
+
+
+def formatted(schema: object) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+
+
+def forced(parameters: object, **fields: Any) -> dict[str, Any]:
+    tool = Tool("f", "", json.dumps(parameters), strict=True)
+    return {"conversation": Conversation(CONVERSATION.items, (tool,)), "tool_choice": "required", **fields}
+
+
+def nested(depth: int) -> object:
+    schema: object = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+def text(**keywords: object) -> dict[str, Any]:
+    return formatted({"type": "string", **keywords})
+
+
+REFUSED: list[tuple[str, dict[str, Any]]] = [
+    *(("temperature", {"sampling": {"temperature": value}}) for value in (float("nan"), float("inf"), -1.0, 1e9)),
+    *(("top_p", {"sampling": {"top_p": value}}) for value in (float("nan"), 0.0, 1.5)),
+    ("min_p", {"sampling": {"min_p": 2.0}}),
+    ("top_k", {"sampling": {"top_k": -5}}),
+    ("presence_penalty", {"sampling": {"presence_penalty": 3.0}}),
+    ("frequency_penalty", {"sampling": {"frequency_penalty": float("-inf")}}),
+    *(("repetition_penalty", {"sampling": {"repetition_penalty": value}}) for value in (0.0, 1e-320, 1e308)),
+    ("seed", {"sampling": {"seed": 2**70}}),
+    *(
+        ("logit_bias", {"sampling": {"logit_bias": bias}})
+        for bias in ({"x": 1}, {"-1": 1}, {"999999999": 1}, {"5": float("nan")}, {"5": 10**400})
+    ),
+    *(("stop", {"sampling": {"stop": stop}}) for stop in ([""], [f"no{n}" for n in range(20_000)])),
+    *(("min_tokens", {"sampling": {"min_tokens": value}}) for value in (-1, 50, 2**62)),
+    ("top_logprobs", {"top_logprobs": 2**40}),
+    *(
+        ("response_format", {"response_format": value})
+        for value in ({}, {"type": "nope"}, {"type": "json_schema"}, {"type": "structural_tag", "format": {}})
+    ),
+    *(
+        ("response_format", formatted(schema))
+        for schema in ("x", [1], {"type": "nope"}, {"$ref": "#/nowhere"}, {"enum": []}, nested(70), nested(5_000))
+    ),
+    ("response_format", formatted({"$ref": "#"})),  # what the engine finds out only by generating
+    ("response_format", text(pattern="(((")),
+    ("response_format", text(pattern="(?<=a)b")),
+    ("response_format", text(pattern="a\0b")),
+    ("response_format", text(pattern="^.{0,1000}a.{0,1000}$")),
+    ("response_format", text(minLength=10**30)),
+    ("response_format", formatted({"enum": [f"v{n}" for n in range(50_000)]})),
+    ("response_format", formatted({"properties": {f"p{n}": {} for n in range(3_000)}})),
+    ("tools", forced(nested(90))),
+    ("tools", forced(nested(300))),
+    ("tools", forced({"properties": {f"p{n}": {"type": "string"} for n in range(1_000)}})),
+    ("tools", forced({"type": "object", "properties": {"a": {"type": "string", "pattern": "((("}}})),
+    ("tools", forced({"$ref": "#/nowhere"})),
+]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(("param", "fields"), REFUSED, ids=[f"{n}-{param}" for n, (param, _) in enumerate(REFUSED)])
+def test_nonsense_is_refused_by_name_and_leaves_the_engine_as_it_was(
+    running: Running, param: str, fields: dict[str, Any], stream: bool
+) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        running.generate(asking(**fields), stream=stream)
+    assert caught.value.param == param
+    assert len(caught.value.message) <= 600
+    running.runner.run(running.engine.check_health())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"sampling": {"top_k": 2**62, "seed": -(2**63), "temperature": 1e-300}},
+        {"sampling": {"stop": ["x" * 100_000]}},
+        {"sampling": {"logit_bias": {str(n): -100 for n in range(49_000)}}},
+        text(pattern="^(a+)+$"),
+        text(minLength=100_000),
+        forced({"type": "object", "properties": "x"}),
+        formatted({}),
+    ],
+    ids=["numbers", "stop", "bias", "pattern", "length", "properties", "anything"],
+)
+def test_what_is_only_odd_is_generated(running: Running, fields: dict[str, Any]) -> None:
+    chunks, _ = running.generate(asking(**fields))
+    assert chunks[-1].finish_reason in ("stop", "length")
+    assert np.isfinite(np.concatenate([chunk.log_probs for chunk in chunks])).all()
+
+
+@pytest.mark.parametrize("tool_choice", ["required", NamedToolChoice("f")], ids=["required", "named"])
+def test_a_forced_call_cut_by_length_is_the_same_streamed_and_whole(running: Running, tool_choice: Any) -> None:
+    parameters = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
+    request = asking(**forced(parameters, tool_choice=tool_choice), sampling={"temperature": 0.0})
+    (whole,), turn = running.generate(request, max_tokens=24)
+    parts, streamed = running.generate(request, max_tokens=24, stream=True)
+    assert whole.finish_reason == parts[-1].finish_reason == "length"
+    assert whole.token_ids.tolist() == [int(n) for part in parts for n in part.token_ids]
+    ((_, name, arguments),) = turn.tool_calls
+    assert (name, turn.text) == ("f", "")
+    assert [call[1:] for call in streamed.tool_calls] == [(name, arguments)]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_ST_07_text_of_a_prompt_that_ends_inside_a_character_is_not_repeated(running: Running, stream: bool) -> None:
+    template = running.engine.template
+    prompt = template.encode_plain("Once upon a time 😀").tolist()[:-1]
+    request = asking(conversation=Conversation(()), raw_prompt="as ids", sampling={"temperature": 0.0})
+    chunks, turn = running.generate(request, prompt=prompt, stream=stream)
+    assert "Once" not in turn.text
+    generated = np.concatenate([chunk.token_ids for chunk in chunks])
+    assert turn.text.strip("\ufffd") in template.decode(generated)
+
+
+def test_no_engine_process_outlives_its_holder() -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-m", "tests.engines.engine_holder"],
+        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert "streaming\n" in holder.stdout  # reads up to it
+    processes = psutil.Process(holder.pid).children(recursive=True)
+    assert any("EngineCore" in process.name() for process in processes)
+    holder.kill()
+    holder.communicate()
+    _, alive = psutil.wait_procs(processes, timeout=60)
+    for process in alive:
+        process.kill()
+    assert alive == []
+
+
+def test_ST_08_an_engine_that_dies_is_dead_in_flight_and_later(running: Running) -> None:
+    """The last one: it ends the engine that those above share."""
+    engine = running.engine
+
+    async def killed_in_flight() -> None:
+        ids = as_ids(np.array(PROMPT, np.int32))
+        request = asking(sampling={"min_tokens": 4000})
+        generation = engine.generate(call_id="c", prompt_ids=ids, request=request, max_tokens=4000, stream=True)
+        async for _ in generation.chunks:
+            for process in psutil.Process().children(recursive=True):
+                if "EngineCore" in process.name():
+                    process.kill()
+
+    with pytest.raises(EngineDeadError):
+        running.runner.run(killed_in_flight())
+    with pytest.raises(EngineDeadError):
+        running.generate(asking())
+    with pytest.raises(EngineDeadError):
+        running.runner.run(engine.check_health())
