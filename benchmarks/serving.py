@@ -139,11 +139,18 @@ def has_text(line: bytes) -> bool:
 
 def measure(model: str, *, rounds: int, requests: int) -> list[dict[str, Any]]:
     """One JSON object for each claim's kind: whole, streamed, first text."""
-    targets = TINY if model == "tiny" else REAL
     with both_servers(model) as servers:
         whole, streamed = (
             alternate(_sides(servers, stream=stream, requests=requests), rounds=rounds) for stream in (False, True)
         )
+    return summary(model, whole, streamed)
+
+
+def summary(
+    model: str, whole: Mapping[str, Sequence[Round]], streamed: Mapping[str, Sequence[Round]]
+) -> list[dict[str, Any]]:
+    """The figures of all rounds, and whether the claims hold."""
+    targets = TINY if model == "tiny" else REAL
     return [
         _throughput(model, whole, stream=False, target=targets.whole, capture_target=targets.capture),
         _throughput(model, streamed, stream=True, target=targets.streamed, capture_target=targets.capture),

@@ -107,6 +107,24 @@ def test_an_event_without_choices_has_no_text() -> None:
     assert not serving.has_text(b'data: {"choices":[],"usage":{"completion_tokens":3}}')
 
 
+def test_the_summary_tells_throughput_and_first_text_apart() -> None:
+    def rounds(tokens_per_s: float, *waits: float) -> list[serving.Round]:
+        return [serving.Round(tokens_per_s, waits), serving.Round(tokens_per_s, waits)]
+
+    whole = {"vllm": rounds(100), "capture on": rounds(96), "capture off": rounds(100)}
+    streamed = {
+        "vllm": rounds(100, 0.1, 0.1, 0.2),
+        "capture on": rounds(90, 0.11, 0.11, 0.3),
+        "capture off": rounds(100, 0.1, 0.1, 0.1),
+    }
+    real = serving.summary("smollm2", whole, streamed)
+    assert [row["graph_over_vllm"] for row in real[:2]] == [0.96, 0.9]
+    assert (real[2]["p50_graph_over_vllm"], real[2]["p99_graph_over_vllm"]) == (1.1, 1.5)
+    assert real[2]["requests"] == 6
+    assert [row["ok"] for row in real] == [True, False, False]
+    assert all(row["ok"] for row in serving.summary("tiny", whole, streamed))
+
+
 # --- conversations -----------------------------------------------------------------------------------------------
 
 
