@@ -28,6 +28,8 @@ class ModelInfo:
     max_model_len: int
     """Longest prompt + generation, in ids."""
     vocab_size: int
+    longest_token: int | None = None
+    """Characters of the longest token: text of n characters has at least n / `longest_token` ids. None: not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -105,10 +105,13 @@ class ScriptedEngine:
         name: str = "policy",
         max_model_len: int = 4096,
         vocab_size: int = 2**16,
+        longest_token: int | None = None,
     ) -> None:
         self._template = template
         self._scripter = scripter
-        self._model = ModelInfo(name=name, max_model_len=max_model_len, vocab_size=vocab_size)
+        self._model = ModelInfo(
+            name=name, max_model_len=max_model_len, vocab_size=vocab_size, longest_token=longest_token
+        )
         self.calls: list[EngineCall] = []
         """Every call, in the order in which they came."""
         self.aborted: list[str] = []

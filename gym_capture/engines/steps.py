@@ -13,7 +13,7 @@ a parser makes events of them -> `merged` makes those few again.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
 
 from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta
@@ -27,6 +27,17 @@ class Piece(NamedTuple):
 
     token_ids: list[int]
     text: str
+
+    @property
+    def is_words(self) -> bool:
+        """Letters, digits and spaces, and some: no model's markup consists of these alone."""
+        return self.text.replace(" ", "").isalnum()
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    return Piece(
+        [token_id for piece in pieces for token_id in piece.token_ids], "".join(piece.text for piece in pieces)
+    )
 
 
 class StepSplitter:

@@ -51,7 +51,7 @@ from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, Out
 from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.limits import check_sampling, check_schema
-from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, merged
+from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, joined, merged
 from gym_capture.errors import (
     ConfigError,
     EngineDeadError,
@@ -108,8 +108,13 @@ class VllmEngine:
         self._guard = guard
         self._template = template
         config = llm.model_config
-        self._model = ModelInfo(name=name, max_model_len=config.max_model_len, vocab_size=config.get_vocab_size())
         tokenizer = llm.renderer.tokenizer
+        self._model = ModelInfo(
+            name=name,
+            max_model_len=config.max_model_len,
+            vocab_size=config.get_vocab_size(),
+            longest_token=max(map(len, tokenizer.get_vocab())),
+        )
         self._parsers = _ParserSetup(
             ParserManager.get_parser(
                 tool_parser_name=tool_parser,
@@ -450,13 +455,26 @@ class VllmParser:
         pieces = self._splitter.feed(chunk.token_ids.tolist(), chunk.text)
         if is_last:
             pieces += self._splitter.rest()
-        events = [event for piece in pieces for event in self._read(piece, finished=False)]
+        events: list[ReplyEvent] = []
+        words: list[Piece] = []
+        for piece in pieces:
+            # Mere words in front of the first call are passed on whatever their number; read one by one they would cost
+            # seconds in a long text, since most parsers go over all of it each time.
+            if self._started == 0 and piece.is_words:
+                words.append(piece)
+                continue
+            events += self._read(joined(words), finished=False)
+            events += self._read(piece, finished=False)
+            words = []
+        events += self._read(joined(words), finished=False)
         if is_last:
             # Apart from the last token, which may have come before anybody knew that it is the last.
             events += self._read(Piece([], ""), finished=True)
         return merged(events)
 
     def _read(self, piece: Piece, *, finished: bool) -> Iterable[ReplyEvent]:
+        if not piece.token_ids and not piece.text and not finished:
+            return
         delta = self._parser.parse_delta(
             piece.text, piece.token_ids, self._chat, prompt_token_ids=self._prompt_ids, finished=finished
         )

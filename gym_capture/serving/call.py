@@ -120,6 +120,7 @@ class CallService:
     ) -> CallInFlight:
         """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
         self._check(request, rollout_id)
+        self._check_length(request)
         request = replace(request, sampling={**request.sampling, **self._pin})
         tracked: Tracked | None = None
         resolution: Resolution = Root()
@@ -167,6 +168,17 @@ class CallService:
             check_rollout_id(rollout_id)
         elif request.requested_model != self._engine.model.name:
             raise unknown_model(request.requested_model, self._engine.model.name)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        """Raises `ContextLengthError` for what is far too long: rendering it would hold up everybody else's calls."""
+        limit, longest = self._engine.model.max_model_len, self._engine.model.longest_token
+        size = _text_size(request)
+        # Twice: a tokenizer may normalize characters away.
+        if longest is not None and size > 2 * longest * limit:
+            raise ContextLengthError(
+                f"the conversation has {size:,} characters, which is far beyond the {limit:,} tokens "
+                "that this model's context holds; shorten it"
+            )
 
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
@@ -403,6 +415,14 @@ class CallInFlight:
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )
+
+
+def _text_size(request: ModelRequest) -> int:
+    """Characters of what messages say; what tool calls and definitions add to it is left out."""
+    return len(request.raw_prompt or "") + sum(
+        len(item.text) + (len(item.reasoning) if isinstance(item, AssistantTurn) else 0)
+        for item in request.conversation.items
+    )
 
 
 def unknown_model(asked: str, served: str) -> UnknownModelError:

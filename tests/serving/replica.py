@@ -122,11 +122,12 @@ class Replica:
         sampling_pin: Mapping[str, Any] | None = None,
         prefix_supply: bool = True,
         max_model_len: int = 4096,
+        longest_token: int | None = None,
         stream_interval_s: float = 0.0,
         **gateway: Any,
     ) -> None:
         self.state = LocalState()
-        self.engine = ScriptedEngine(template, scripter, max_model_len=max_model_len)
+        self.engine = ScriptedEngine(template, scripter, max_model_len=max_model_len, longest_token=longest_token)
         self.service = CallService(
             self.engine,
             state=self.state if capture else None,

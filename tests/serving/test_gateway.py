@@ -530,6 +530,22 @@ def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template:
     asyncio.run(run())
 
 
+def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
+    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), max_model_len=64, longest_token=10)
+        assert (await replica.chat({"role": "user", "content": " " * 1280})).status_code == 200
+        monkeypatch.setattr(template, "render", None)  # a call of it would be a 500
+        response = await replica.chat({"role": "user", "content": " " * 1281})
+        assert response.status_code == 400
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+        assert "1,281 characters" in response.json()["error"]["message"]
+        assert len((await replica.state.snapshot()).entries) == 1
+
+    asyncio.run(run())
+
+
 def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = Replica(template, always(PLAIN), max_model_len=64)
