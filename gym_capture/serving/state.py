@@ -14,6 +14,7 @@ import ray
 from ray.actor import ActorHandle
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
 from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, Begun, StateShard
 from gym_capture.serving.stats import ShardStats
@@ -39,11 +40,18 @@ def start_shards(
     directory: str,
     lineage_bytes: int = LINEAGE_BYTES,
     waiting_bytes: int = WAITING_BYTES,
+    replicas: int = 1,
 ) -> None:
     """Makes sure that the state actors of `namespace` run and have read their logs back.
 
-    Those that run already are kept, with their records. Raises `ConfigError` if they run with another number of shards.
+    Those that run already are kept, with their records. Raises `ConfigError` if they run with another number of shards,
+    or if the cluster has too few nodes to keep `replicas` copies of each log.
     """
+    nodes = len(alive_nodes())
+    if replicas not in (1, 2) or replicas > nodes:
+        raise ConfigError(
+            f"state.replicas: must be 1, or 2 on a cluster of two nodes or more; it is {replicas} on {nodes}"
+        )
     actor_class = ray.remote(StateShard)
 
     def start(index: int) -> ActorHandle[Any]:
@@ -53,6 +61,7 @@ def start_shards(
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            scheduling_strategy="SPREAD" if replicas > 1 else "DEFAULT",
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=10_000,
@@ -64,7 +73,8 @@ def start_shards(
             directory=directory,
             lineage_bytes=lineage_bytes,
             waiting_bytes=waiting_bytes,
-            metrics_namespace=namespace,
+            replicas=replicas,
+            namespace=namespace,
         )
 
     # The first says whether others are needed, before there are too many.

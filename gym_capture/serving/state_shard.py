@@ -25,6 +25,7 @@ from gym_capture.lineage_cache import LineageCache
 from gym_capture.protocols import Resolution, TokenSink, TokenSource
 from gym_capture.records import CallIntent, TokenEntry
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
+from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.log import LogStats
 
@@ -66,7 +67,8 @@ class StateShard:
 
     lineage_bytes: memory for lineage; rollouts that were not used lately are read from the store again when they are.
     waiting_bytes: while records of this size wait to become durable, no call begins.
-    metrics_namespace: the label under which metrics are exported; None: they are not.
+    replicas: 2 keeps a second copy of the log on another node (`mirror`).
+    namespace: the Ray namespace that the actor runs in. None: it is no actor, and exports no metrics.
     """
 
     def __init__(
@@ -79,16 +81,18 @@ class StateShard:
         directory: str,
         lineage_bytes: int = LINEAGE_BYTES,
         waiting_bytes: int = WAITING_BYTES,
-        metrics_namespace: str | None = None,
+        replicas: int = 1,
+        namespace: str | None = None,
     ) -> None:
         self._index = index
         self._shards = shards
         self._store_path = store
         self._store_kwargs = dict(store_kwargs)
-        self._directory = Path(directory).expanduser() / f"shard-{index:04d}"
+        self._root = Path(directory).expanduser()
         self._lineage_bytes = lineage_bytes
         self._waiting_bytes = waiting_bytes
-        self._metrics_namespace = metrics_namespace
+        self._replicas = replicas
+        self._namespace = namespace
         self._metrics: ShardMetrics | None = None
         self._publishing: asyncio.Task[None] | None = None
         self._tally = Tally()
@@ -100,8 +104,7 @@ class StateShard:
         if self._hosted is None:
             async with self._opening:
                 if self._hosted is None:
-                    factory = load(self._store_path)
-                    store: RecordStore = await factory(directory=self._directory, **self._store_kwargs)
+                    store = await self._open_store()
                     lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
                     lineage.expect(await store.rollout_ids())
                     self._hosted = _Hosted(
@@ -110,10 +113,17 @@ class StateShard:
                         encoded=store if isinstance(store, EncodedStore) else None,
                         measured=store if isinstance(store, MeasuredStore) else None,
                     )
-                    if self._metrics_namespace is not None:
-                        self._metrics = ShardMetrics(namespace=self._metrics_namespace, index=self._index)
+                    if self._namespace is not None:
+                        self._metrics = ShardMetrics(namespace=self._namespace, index=self._index)
                         self._publishing = asyncio.create_task(self._publish(self._metrics, self._hosted))
         return self._hosted
+
+    async def _open_store(self) -> RecordStore:
+        kwargs = dict(self._store_kwargs)
+        if self._replicas > 1 and self._namespace is not None:
+            kwargs["mirror"] = mirror_of(index=self._index, directory=self._root, namespace=self._namespace)
+        store: RecordStore = await load(self._store_path)(directory=self._root / f"shard-{self._index:04d}", **kwargs)
+        return store
 
     async def describe(self) -> int:
         """How many shards share the rollouts. Answering means: the store is open and read back."""

@@ -30,8 +30,10 @@ def cluster() -> Iterator[None]:
         yield
 
 
-def start(directory: Path, *, shards: int, namespace: str = NAMESPACE) -> None:
-    start_shards(namespace=namespace, shards=shards, store=LOG, store_kwargs={}, directory=str(directory))
+def start(directory: Path, *, shards: int, namespace: str = NAMESPACE, replicas: int = 1) -> None:
+    start_shards(
+        namespace=namespace, shards=shards, store=LOG, store_kwargs={}, directory=str(directory), replicas=replicas
+    )
 
 
 def shard_processes() -> list[psutil.Process]:
@@ -96,5 +98,7 @@ def test_actors_are_started_once_and_their_number_stays(tmp_path: Path) -> None:
     start(tmp_path, shards=1, namespace=namespace)
     with pytest.raises(ConfigError, match=r"state\.shards: namespace 'twice' already runs 1 state actors, not 3"):
         start(tmp_path, shards=3, namespace=namespace)
+    with pytest.raises(ConfigError, match=r"state\.replicas: must be 1, or 2 .*; it is 2 on 1"):
+        start(tmp_path, shards=1, namespace="alone", replicas=2)
     actors = ray.util.list_named_actors(all_namespaces=True)
     assert [actor["name"] for actor in actors if actor["namespace"] == namespace] == ["state-0"]
