@@ -12,6 +12,7 @@ a parser makes events of them -> `merged` makes those few again.
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, NamedTuple
@@ -22,6 +23,9 @@ NO_CHARACTER: Final = "\ufffd"
 """What decoders write for bytes that are no character, or not yet."""
 
 
+_PROSE: Final = re.compile(r"[\w .,;:!?'-]+")
+
+
 class Piece(NamedTuple):
     """Ids that belong together, and their text."""
 
@@ -29,15 +33,14 @@ class Piece(NamedTuple):
     text: str
 
     @property
-    def is_words(self) -> bool:
-        """Letters, digits and spaces, and some: no model's markup consists of these alone."""
-        return self.text.replace(" ", "").isalnum()
+    def is_prose(self) -> bool:
+        """No model's markup consists of these characters alone, or begins in the middle of them."""
+        return _PROSE.fullmatch(self.text) is not None
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    return Piece(
-        [token_id for piece in pieces for token_id in piece.token_ids], "".join(piece.text for piece in pieces)
-    )
+    ids = [token_id for piece in pieces for token_id in piece.token_ids]
+    return Piece(ids, "".join(piece.text for piece in pieces))
 
 
 class StepSplitter:

@@ -456,17 +456,17 @@ class VllmParser:
         if is_last:
             pieces += self._splitter.rest()
         events: list[ReplyEvent] = []
-        words: list[Piece] = []
+        prose: list[Piece] = []
         for piece in pieces:
-            # Mere words in front of the first call are passed on whatever their number; read one by one they would cost
-            # seconds in a long text, since most parsers go over all of it each time.
-            if self._started == 0 and piece.is_words:
-                words.append(piece)
+            # In front of the first call prose is passed on, however much at once; read token by token it would cost
+            # seconds in a long text, since many parsers go over all of it each time.
+            if self._started == 0 and piece.is_prose:
+                prose.append(piece)
                 continue
-            events += self._read(joined(words), finished=False)
+            events += self._read(joined(prose), finished=False)
             events += self._read(piece, finished=False)
-            words = []
-        events += self._read(joined(words), finished=False)
+            prose = []
+        events += self._read(joined(prose), finished=False)
         if is_last:
             # Apart from the last token, which may have come before anybody knew that it is the last.
             events += self._read(Piece([], ""), finished=True)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart, TurnBuilder
-from gym_capture.engines.steps import Piece, PromptEcho, StepSplitter, merged
+from gym_capture.engines.steps import Piece, PromptEcho, StepSplitter, joined, merged
 
 
 @st.composite
@@ -46,6 +46,7 @@ def test_pieces_are_what_was_fed_and_do_not_depend_on_the_steps(
     assert "".join(piece.text for piece in pieces) == text
     assert [token_id for piece in pieces for token_id in piece.token_ids] == list(range(len(texts)))
     assert pieces == split(texts, text, ends[-1:])
+    assert joined(pieces) == Piece(list(range(len(texts))), text)
 
 
 def test_a_piece_is_one_token_as_soon_as_its_text_is_there() -> None:
@@ -55,6 +56,16 @@ def test_a_piece_is_one_token_as_soon_as_its_text_is_there() -> None:
     assert splitter.feed([], "lo") == [Piece([3], "llo")]
     assert splitter.feed([4], "") == []
     assert splitter.rest() == [Piece([4], "")]
+
+
+@pytest.mark.parametrize("text", ["He", " wörld 1", "don't, no_w.", " "])
+def test_prose(text: str) -> None:
+    assert Piece([1], text).is_prose
+
+
+@pytest.mark.parametrize("text", ["", "a<", "a\n", "[", '"', "{a", "f(", "<|end|>", "｜"])
+def test_what_may_be_markup(text: str) -> None:
+    assert not Piece([1], text).is_prose
 
 
 EVENTS = st.one_of(
