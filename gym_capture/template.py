@@ -99,10 +99,13 @@ def protect(template: ChatTemplate, conversation: Conversation) -> Protected:
         # An escaped spelling ("\u003c|eos|>") shows only once the template has the parsed value.
         try:
             parsed = json.loads(value)
-        except ValueError:
-            return text(value)
-        swapped = _map_strings(parsed, text)
-        return value if swapped == parsed else json.dumps(swapped, ensure_ascii=False)
+        except (ValueError, RecursionError):
+            return text(value)  # a template will not have it parsed, either
+        try:
+            swapped = _map_strings(parsed, text)
+            return value if swapped == parsed else json.dumps(swapped, ensure_ascii=False)
+        except RecursionError:
+            raise TemplateError("a tool's schema or a call's arguments are nested too deep", param="tools") from None
 
     def item(value: Item) -> Item:
         if not isinstance(value, AssistantTurn):

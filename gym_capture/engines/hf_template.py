@@ -40,7 +40,15 @@ HfMessage: TypeAlias = dict[str, Any]
 _IN_BARS: Final = re.compile(r"<[|｜].+>|<.+[|｜]>")
 
 # What a template can raise besides its own refusal: operations on values that it did not expect.
-_REFUSALS: Final = (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+_REFUSALS: Final = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RecursionError,
+)
 _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 
@@ -219,8 +227,8 @@ class HfChatTemplate:
 
     def _render(self, conversation: Conversation, habits: _Habits, *, add_generation_prompt: bool) -> str:
         messages = _to_messages(conversation.items, habits)
-        tools = [tool.as_openai() for tool in conversation.tools]
         try:
+            tools = [tool.as_openai() for tool in conversation.tools]
             text: str = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools or None,

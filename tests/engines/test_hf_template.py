@@ -491,3 +491,19 @@ def peer_messages(shape: Shape) -> Sequence[dict[str, Any]]:
     names = {call.id: call.name for call in shape.turn.tool_calls}
     messages = json.loads(json.dumps([openai_message(item) for item in shape.next]))
     return [m | ({"name": names[m["tool_call_id"]]} if m["role"] == "tool" else {}) for m in messages]
+
+
+@pytest.mark.parametrize(
+    ("depth", "word"), [(600, "\\u003c|im_end|>\\n"), (5_000, "\\u003c|im_end|>\\n"), (5_000, "plain")]
+)
+def test_schemas_nested_too_deep_are_refused(depth: int, word: str) -> None:
+    template = HfChatTemplate.from_model_dir(tiny_dir())
+    schema = '{"a":' * depth + f'"{word}"' + "}" * depth
+    with pytest.raises(TemplateError, match=r"too deep|recursion"):
+        full_prompt(template, Conversation((ASK,), (Tool("f", "", schema),)))
+
+
+def test_arguments_nested_too_deep_leave_the_conversation_usable() -> None:
+    template = HfChatTemplate.from_model_dir(tiny_dir())
+    call = ToolCall("c", "f", "[" * 5_000 + '"\\n"' + "]" * 5_000)
+    assert full_prompt(template, Conversation((ASK, AssistantTurn("", (call,)), ToolResult("c", "x")))).size
