@@ -12,7 +12,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from gym_capture.engines.scripted import ScriptedEngine, Scripter
+from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step, in_order, saying
 from gym_capture.errors import StoreError
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
@@ -24,6 +24,20 @@ from gym_capture.serving.state import Begun
 from gym_capture.serving.stats import ShardStats
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.template import ChatTemplate
+
+STOP = "<|im_end|>"
+USER = {"role": "user", "content": "hi"}
+PLAIN = Script(steps=[Step(token_ids=[5], log_probs=[-0.25], text="He"), Step(token_ids=[6, 7], log_probs=[-1, -2])])
+"""A reply whose ids mean nothing."""
+
+
+def always(script: Script) -> Scripter:
+    return lambda _: script
+
+
+def says(template: ChatTemplate, *texts: str) -> Scripter:
+    """One reply after the other, in the ids that the tokenizer has for them."""
+    return in_order(saying(template, text, stop_token=STOP) for text in texts)
 
 
 class LocalState:

@@ -8,24 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import json
-import logging
 from typing import Any
 
 import numpy as np
 import pytest
 
-from gym_capture.calls import TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.calls import ToolCallDelta, ToolCallStart
 from gym_capture.conversation import Conversation, Message
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.engines.scripted import EngineCall, Script, Scripter, Step, in_order, saying
+from gym_capture.engines.scripted import Script, Step, in_order, saying
 from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
 from gym_capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
 from gym_capture.splice import full_prompt
-from tests.serving.replica import Replica, chat_body, chat_path, events, frames, listening, streamed_text
+from tests.serving.replica import (
+    PLAIN,
+    STOP,
+    USER,
+    Replica,
+    always,
+    chat_body,
+    chat_path,
+    events,
+    frames,
+    listening,
+    says,
+    streamed_text,
+)
 
-STOP = "<|im_end|>"
-USER = {"role": "user", "content": "hi"}
-PLAIN = Script(steps=[Step(token_ids=[5], log_probs=[-0.25], text="He"), Step(token_ids=[6, 7], log_probs=[-1, -2])])
 WEATHER = {
     "type": "function",
     "function": {
@@ -33,14 +42,6 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-
-
-def always(script: Script) -> Scripter:
-    return lambda _: script
-
-
-def says(template: HfChatTemplate, *texts: str) -> Scripter:
-    return in_order(saying(template, text, stop_token=STOP) for text in texts)
 
 
 def oddly(template: HfChatTemplate, *pieces: str) -> Script:
@@ -487,220 +488,5 @@ def test_records_are_read_over_http_too(template: HfChatTemplate) -> None:
         assert call["prompt_token_ids"] == entry.prompt_token_ids.tolist()
         assert call["generation_token_ids"] == [5, 6, 7]
         assert call["generation_log_probs"] == [-0.25, -1.0, -2.0]
-
-    asyncio.run(run())
-
-
-# --- what is refused ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("body", "param"),
-    [
-        (b"{", None),
-        (b"[1]", None),
-        (b'{"model": "policy"}', "messages"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "temperature": "hot"}', "temperature"),
-        (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 2}', "n"),
-    ],
-)
-def test_a_bad_body_is_named_and_leaves_nothing(template: HfChatTemplate, body: bytes, param: str | None) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        response = await replica.http.post(chat_path("r1"), content=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
-        assert await replica.state.store.rollout_ids() == []
-        assert replica.engine.calls == []
-
-    asyncio.run(run())
-
-
-def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64)
-        for stream in (False, True):
-            response = await replica.chat({"role": "user", "content": "word " * 100}, stream=stream)
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "context_length_exceeded"
-        snapshot = await replica.state.snapshot()
-        assert (snapshot.entries, snapshot.incomplete) == ((), ())
-        assert replica.engine.calls == []
-
-    asyncio.run(run())
-
-
-def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
-    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64, longest_token=10)
-        assert (await replica.chat({"role": "user", "content": " " * 1280})).status_code == 200
-        monkeypatch.setattr(template, "render", None)  # a call of it would be a 500
-        response = await replica.chat({"role": "user", "content": " " * 1281})
-        assert response.status_code == 400
-        assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert "1,281 characters" in response.json()["error"]["message"]
-        assert len((await replica.state.snapshot()).entries) == 1
-
-    asyncio.run(run())
-
-
-def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64)
-        await replica.chat(USER, max_tokens=1000)
-        (call,) = replica.engine.calls
-        assert call.max_tokens == 64 - call.prompt_ids.size
-        (entry,) = await replica.state.entries()
-        assert entry.max_tokens == 1000
-
-    asyncio.run(run())
-
-
-def test_without_a_rollout_the_model_must_exist_and_nothing_is_recorded(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        unknown = await replica.chat(USER, rollout_id=None, model="gpt-9")
-        assert unknown.status_code == 404
-        assert unknown.json()["error"]["code"] == "model_not_found"
-        assert (await replica.chat(USER, rollout_id=None)).status_code == 200
-        assert await replica.state.store.rollout_ids() == []
-        listed = (await replica.http.get("/ng-rollout/r1/v1/models")).json()["data"]
-        assert [(model["id"], model["max_model_len"]) for model in listed] == [("policy", 4096)]
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("rollout_id", "served"),
-    [
-        ("..%2F..%2Fetc", False),
-        ("../r2", False),
-        ("a%00b", False),
-        ("%2Fetc%2Fpasswd", False),
-        ("", False),
-        ("a" * 300, False),
-        ("r1%2Fv1%2Fresponses", False),
-        ("%2e%2e", False),
-        ("A_b-1.2", True),
-    ],
-)
-def test_SE_01_rollout_ids_are_checked_before_they_name_anything(
-    template: HfChatTemplate, rollout_id: str, served: bool
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        async with listening(replica.app) as client:
-            response = await client.post(chat_path(rollout_id), json=chat_body(USER))
-        if served:
-            assert response.status_code == 200
-            assert await replica.state.store.rollout_ids() == [rollout_id]
-        else:
-            assert 400 <= response.status_code < 500
-            assert response.json()["error"]["message"]
-            assert await replica.state.store.rollout_ids() == []
-            assert replica.engine.calls == []
-
-    asyncio.run(run())
-
-
-def test_SE_05_strange_headers_are_refused_or_never_repeated(
-    template: HfChatTemplate, caplog: pytest.LogCaptureFixture
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, says(template, "one two three", "one"))
-        huge = "a" * 2**20
-        async with listening(replica.app) as client:
-            for headers in ({"x-request-id": huge}, {"x-request-id": "caf\xe9".encode("latin-1")}):
-                response = await client.post(
-                    chat_path("r1"), json=chat_body(USER, stream=True), headers=httpx_headers(headers)
-                )
-                if response.status_code == 200:
-                    assert len(response.content) < 10_000
-                    assert "aaaa" not in response.text
-                    assert "aaaa" not in str(response.headers)
-                else:
-                    assert 400 <= response.status_code < 500
-
-    with caplog.at_level(logging.DEBUG, logger="gym_capture"):
-        asyncio.run(run())
-    assert all(len(record.getMessage()) < 1000 for record in caplog.records)
-
-
-def httpx_headers(headers: dict[str, Any]) -> dict[bytes, bytes]:
-    return {
-        name.encode(): value if isinstance(value, bytes) else value.encode("latin-1") for name, value in headers.items()
-    }
-
-
-def test_SF_05_client_made_request_ids_do_not_name_calls(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        def echo(call: EngineCall) -> Script:
-            (message,) = call.request.conversation.items
-            assert isinstance(message, Message)
-            return Script(steps=[Step(token_ids=[5], events=[TextDelta(f"to {message.text}")])])
-
-        replica = Replica(template, echo)
-
-        async def ask(text: str) -> dict[str, Any]:
-            body = chat_body({"role": "user", "content": text}, request_id="same", id="same")
-            response = await replica.http.post(chat_path("r1"), json=body, headers={"x-request-id": "same"})
-            assert response.status_code == 200
-            reply: dict[str, Any] = response.json()
-            return reply
-
-        a, b = await asyncio.gather(ask("A"), ask("B"))
-        assert [reply["choices"][0]["message"]["content"] for reply in (a, b)] == ["to A", "to B"]
-        assert len({a["id"], b["id"], "same"}) == 3
-        assert {entry.model_call_id for entry in await replica.state.entries()} == {a["id"], b["id"]}
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "status"),
-    [("GET", "/nowhere", 404), ("POST", "/ng-rollout/r1/v1/other", 404), ("GET", "/v1/chat/completions", 405)],
-)
-def test_routes_that_do_not_exist_are_errors_of_the_api(
-    template: HfChatTemplate, method: str, path: str, status: int
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        response = await replica.http.request(method, path)
-        assert response.status_code == status
-        assert path in response.json()["error"]["message"]
-
-    asyncio.run(run())
-
-
-def test_rollouts_at_the_same_time_do_not_mix(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        def echo(call: EngineCall) -> Script:
-            last = call.request.conversation.items[-1]
-            assert isinstance(last, Message)
-            return saying(template, f"echo {last.text}", stop_token=STOP)
-
-        replica = Replica(template, echo)
-
-        async def attempt(rollout_id: str) -> None:
-            messages: list[dict[str, Any]] = []
-            for turn in range(3):
-                messages.append({"role": "user", "content": f"{rollout_id} {turn}"})
-                response = await replica.chat(*messages, rollout_id=rollout_id)
-                content = response.json()["choices"][0]["message"]["content"]
-                assert content == f"echo {rollout_id} {turn}"
-                messages.append({"role": "assistant", "content": content})
-
-        names = [f"r{number}" for number in range(16)]
-        await asyncio.gather(*(attempt(name) for name in names))
-        assert sorted(await replica.state.store.rollout_ids()) == sorted(names)
-        for name in names:
-            one, two, three = await replica.state.entries(name)
-            assert [entry.parent for entry in (one, two, three)] == [
-                Root(),
-                Continues(one.model_call_id, one.cum_len),
-                Continues(two.model_call_id, two.cum_len),
-            ]
 
     asyncio.run(run())

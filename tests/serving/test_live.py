@@ -11,17 +11,23 @@ import pytest
 
 from gym_capture.builder import build
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.engines.scripted import EngineCall, Script, Scripter, Step, in_order, saying
+from gym_capture.engines.scripted import EngineCall, Script, Step, in_order, saying
 from gym_capture.errors import EngineError, StoreUnavailableError
-from tests.serving.replica import Replica, chat_body, chat_path, events, frames, listening, streamed_text, until
+from tests.serving.replica import (
+    STOP,
+    USER,
+    Replica,
+    chat_body,
+    chat_path,
+    events,
+    frames,
+    listening,
+    says,
+    streamed_text,
+    until,
+)
 
-STOP = "<|im_end|>"
-USER = {"role": "user", "content": "hi"}
 AGAIN = {"x-stainless-retry-count": "1"}
-
-
-def says(template: HfChatTemplate, *texts: str) -> Scripter:
-    return in_order(saying(template, text, stop_token=STOP) for text in texts)
 
 
 def hanging(*texts: str) -> Script:
