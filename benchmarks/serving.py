@@ -10,7 +10,8 @@ The load: 16 concurrent clients, one short prompt each, exactly 64 generated tok
 request is a rollout of its own, so each pays for an intent, a commit and an `fdatasync`. Capture off is the same
 graph answering the same requests outside of any rollout. First text is the first event with content that is not empty,
 as the client reads it; its quantiles are over the requests of all rounds. All servers run all the time, on the machine
-of the load; one at a time is under load.
+of the load; one at a time is under load. Figures by round stand beside each ratio: on a busy machine either engine stalls
+for a second now and then, and a round in which one did says nothing of the other.
 
 Run: python -m benchmarks.serving [--model tiny|smollm2] [--rounds 5] [--requests 64]
 """
@@ -180,6 +181,10 @@ def _throughput(
         "stream": stream,
         "tokens_per_s": {name: round(value, 1) for name, value in speed.items()},
         "graph_over_vllm": round(ratio, 3),
+        "graph_over_vllm_by_round": [
+            round(graph.tokens_per_s / plain.tokens_per_s, 3)
+            for plain, graph in zip(done[PLAIN], done[ON], strict=True)
+        ],
         "target": target,
         "capture_on_over_off": round(capture, 3),
         "capture_target": capture_target,
@@ -199,6 +204,9 @@ def _first_text(model: str, done: Mapping[str, Sequence[Round]], targets: Target
         row[f"{label}_graph_over_vllm"] = round(ratio, 3)
         row[f"{label}_target"] = target
         ok = ok and (target is None or ratio <= target)
+    row["p50_s_by_round"] = {
+        name: [round(quantile(item.first_text_s, 0.5), 4) for item in items] for name, items in done.items()
+    }
     return {**row, "ok": ok}
 
 

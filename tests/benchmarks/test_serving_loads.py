@@ -121,6 +121,8 @@ def test_the_summary_tells_throughput_and_first_text_apart() -> None:
     assert [row["graph_over_vllm"] for row in real[:2]] == [0.96, 0.9]
     assert (real[2]["p50_graph_over_vllm"], real[2]["p99_graph_over_vllm"]) == (1.1, 1.5)
     assert real[2]["requests"] == 6
+    assert [row["graph_over_vllm_by_round"] for row in real[:2]] == [[0.96, 0.96], [0.9, 0.9]]
+    assert real[2]["p50_s_by_round"]["capture on"] == [0.11, 0.11]
     assert [row["ok"] for row in real] == [True, False, False]
     assert all(row["ok"] for row in serving.summary("tiny", whole, streamed))
 
