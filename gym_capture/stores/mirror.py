@@ -158,6 +158,7 @@ class Mirror:
         self._directory: Path | None = None
         """None: not attached yet."""
         self._generation = 0
+        self._is_taken = False
         self._looked_at = 0.0
         self._lock = threading.RLock()
 
@@ -205,8 +206,13 @@ class Mirror:
             self._look()
 
     def append(self, number: int, offset: int, data: bytes) -> Callable[[], None]:
-        """Sends what is being written; what it returns waits until it is durable at the peer, if there is one."""
+        """Sends what is being written; what it returns waits until it is durable at the peer, if there is one.
+
+        Both raise `OSError` once the log was opened anew elsewhere.
+        """
         with self._lock:
+            if self._is_taken:
+                raise _taken()
             if self._directory is None:
                 return _done  # `attach` will send it
             if self._peer is None and time.monotonic() - self._looked_at >= self._look_again_after_s:
@@ -256,7 +262,8 @@ class Mirror:
                 self._peer = peer
                 return
         except MirrorTakenError as error:
-            raise OSError(errno.ESTALE, error.message) from error
+            self._is_taken = True
+            raise _taken() from error
         except MirrorLostError as error:
             logger.warning("a mirror of the log in %s was lost while it was filled: %s", self._directory, error)
         self._lost()
@@ -320,6 +327,10 @@ def _write_all(fd: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(fd, view, offset)
         view, offset = view[written:], offset + written
+
+
+def _taken() -> OSError:
+    return OSError(errno.ESTALE, "this log was opened anew on another node, with its mirror")
 
 
 def _done() -> None:

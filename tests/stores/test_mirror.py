@@ -182,11 +182,13 @@ def test_an_owner_that_was_thought_lost_acknowledges_nothing_more(tmp_path: Path
 
     async def scenario() -> None:
         nodes = Nodes(tmp_path)
-        old = await opened(tmp_path / "a", nodes)
+        seldom = Mirror(nodes.find, newest=nodes.newest, look_again_after_s=3_600.0)
+        old = await LogStore.open(tmp_path / "a", mirror=seldom)
         epoch = await old.begin_call(sample_intent("r1", "c1"))
         new = await opened(tmp_path / "b", nodes)
-        with pytest.raises(StoreUnavailableError):
-            await old.put(sample_entry("r1", "c1"), epoch=epoch)
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError, match="opened anew on another node"):
+                await old.put(sample_entry("r1", "c1"), epoch=epoch)
         await new.put(sample_entry("r1", "c1"), epoch=epoch)
         with pytest.raises(StoreUnavailableError):
             await old.begin_call(sample_intent("r1", "c2"))
