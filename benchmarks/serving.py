@@ -10,8 +10,8 @@ The load: 16 concurrent clients, one short prompt each, exactly 64 generated tok
 request is a rollout of its own, so each pays for an intent, a commit and an `fdatasync`. Capture off is the same
 graph answering the same requests outside of any rollout. First text is the first event with content that is not empty,
 as the client reads it; its quantiles are over the requests of all rounds. All servers run all the time, on the machine
-of the load; one at a time is under load. Figures by round stand beside each ratio: on a busy machine either engine stalls
-for a second now and then, and a round in which one did says nothing of the other.
+of the load; one at a time is under load. Figures by round stand beside each ratio: on a busy machine either engine
+stalls for a second now and then, and a round in which one did is not a comparison.
 
 Run: python -m benchmarks.serving [--model tiny|smollm2] [--rounds 5] [--requests 64]
 """
