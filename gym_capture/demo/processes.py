@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -26,6 +27,9 @@ import psutil
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _KILL_S: Final = 20.0
 _TAIL_BYTES: Final = 4_000
+_PORTS: Final = range(20_000, 30_000)
+"""Above those of Ray's workers, below those that the system gives to outgoing connections: either would take a port
+between the moment when it is found free and the one when a server is up."""
 
 
 class Child:
@@ -107,11 +111,12 @@ class _Uninterrupted:
 
 
 def free_port() -> int:
-    """A TCP port of 127.0.0.1 that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of 127.0.0.1 that is free now, and that nothing takes by chance until it is used."""
+    while True:
+        port = secrets.choice(_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def _adopt_orphans(adopt: bool) -> None:

@@ -1,0 +1,163 @@
+"""Agents that play rollouts against a graph that keeps breaking, and write down what they were told.
+
+Invariant: the ledger holds a call as acknowledged only if its reply came whole, and every id of a call that an agent
+has ever seen. Nothing is forgotten because it failed.
+
+Flow: `Agent.play` asks turn after turn, echoing what it got, in an API and in a way (streamed or whole) that it draws
+anew for each turn -> what fails is asked again, as client libraries do -> a request that gets no answer within its
+deadline, repetitions included, has hung.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+import httpx
+
+from tests.faults.apis import APIS, Api, Exchange, NotWholeError
+from tests.faults.engine import question
+
+RETRIED: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
+"""Statuses after which client libraries ask again."""
+_BACKOFF_S: Final = (0.1, 0.25, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A reply that an agent got whole."""
+
+    asked: str
+    call_id: str
+    text: str
+    attempts: int
+
+
+@dataclass(slots=True)
+class Played:
+    """What an agent knows of one rollout."""
+
+    rollout_id: str
+    turns: list[Turn] = field(default_factory=list)
+    """Acknowledged, in order; each echoes the texts of those before."""
+    cut_off: list[str] = field(default_factory=list)
+    """Ids of calls of whose replies something came, but not all."""
+    is_over: bool = False
+
+    @property
+    def is_calm(self) -> bool:
+        """No request had to be repeated, and none was given up."""
+        return self.is_over and all(turn.attempts == 1 for turn in self.turns)
+
+    def history(self) -> list[Exchange]:
+        return [Exchange(turn.asked, turn.text) for turn in self.turns]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """What all agents were told."""
+
+    rollouts: dict[str, Played] = field(default_factory=dict)
+    hung: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Attempts that failed, by what the client saw."""
+
+    @property
+    def acknowledged(self) -> int:
+        return sum(len(played.turns) for played in self.rollouts.values())
+
+    @property
+    def refusals(self) -> int:
+        """Answers after which a client library would have given up."""
+        known = {str(status) for status in RETRIED}
+        return sum(count for kind, count in self.failures.items() if kind.isdecimal() and kind not in known)
+
+
+class Agent:
+    """Plays rollouts, one after another."""
+
+    def __init__(
+        self,
+        name: str,
+        ledger: Ledger,
+        *,
+        url: Callable[[], str],
+        http: httpx.AsyncClient,
+        seed: int,
+        deadline_s: float,
+    ) -> None:
+        self._name = name
+        self._ledger = ledger
+        self._url = url
+        self._http = http
+        self._rng = random.Random(f"{seed} {name}")
+        self._deadline_s = deadline_s
+
+    async def play_until(self, stop: asyncio.Event) -> None:
+        """Plays until told to stop; the rollout that is under way then is played to its end."""
+        for number in itertools.count():
+            if stop.is_set():
+                return
+            await self._play(f"{self._name}-{number}")
+
+    async def _play(self, rollout_id: str) -> None:
+        played = self._ledger.rollouts.setdefault(rollout_id, Played(rollout_id))
+        for number in range(self._rng.randint(2, 6)):
+            asked = question(f"{rollout_id}, turn {number}", words=self._rng.randint(4, 40))
+            turn = await self.ask(played, asked)
+            if turn is None:
+                return
+            played.turns.append(turn)
+        played.is_over = True
+
+    async def ask(self, played: Played, asked: str) -> Turn | None:
+        """One request and its repetitions. None: it has hung."""
+        api, stream = self._rng.choice(APIS), self._rng.random() < 0.5
+        body = api.body(played.history(), asked) | ({"stream": True} if stream else {})
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                for attempt in itertools.count():
+                    if attempt:
+                        wait_s = _BACKOFF_S[min(attempt, len(_BACKOFF_S)) - 1]
+                        await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
+                    try:
+                        call_id, text = await self._attempt(played, api, body, attempt)
+                    except NotWholeError as failure:
+                        self._ledger.failures[str(failure)] += 1
+                    except httpx.TransportError as error:
+                        self._ledger.failures[type(error).__name__] += 1
+                    else:
+                        return Turn(asked, call_id, text, attempt + 1)
+        except TimeoutError:
+            self._ledger.hung += 1
+        return None
+
+    async def _attempt(self, played: Played, api: Api, body: Mapping[str, object], attempt: int) -> tuple[str, str]:
+        request = self._http.stream(
+            "POST",
+            f"{self._url()}/ng-rollout/{played.rollout_id}/v1/{api.path}",
+            json=body,
+            headers={"x-stainless-retry-count": str(attempt)},
+        )
+        async with request as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise NotWholeError(f"{response.status_code} {response.text[:60].strip()!r}")
+            call_id = response.headers["request-id"]
+            if not body.get("stream"):
+                played.cut_off.append(call_id)
+                await response.aread()
+                text = api.text(response.json())
+            else:
+                text = ""
+                async for delta in api.deltas(response.aiter_lines()):
+                    if not text:
+                        played.cut_off.append(call_id)
+                    text += delta
+            played.cut_off.remove(call_id)
+            return call_id, text

@@ -1,0 +1,152 @@
+"""The graph of the fault tests in a Ray cluster of its own, in a process that can be killed with all that is below it.
+
+python -m tests.faults.cluster HOME
+
+Invariant: everything that the cluster leaves in the file system lies below HOME, and it listens on no port and no
+socket of another cluster. What outlives a cluster are its logs in HOME/records: the next one goes on from them.
+
+Flow: `Cluster.start` runs this file -> the graph is served -> its URL stands in HOME/url -> `Cluster.kill` ends every
+process without a warning, or `stop` as Ctrl-C does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+import yaml
+
+from gym_capture.demo.graph import private_ray, served_graph
+from gym_capture.demo.processes import Child, Household
+from gym_capture.models import tiny_dir
+from tests.faults import engine
+
+REPLICAS: Final = 2
+SHARDS: Final = 2
+NAMESPACE: Final = "faults"
+_CPU_DEMO: Final = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
+_READY_WITHIN_S: Final = 300.0
+_ENDS_WITHIN_S: Final = 30.0
+
+
+class Cluster:
+    """One cluster after the other on the same logs. The household must be left for the last one to end."""
+
+    def __init__(self, household: Household, home: Path, *, engine_args: dict[str, Any]) -> None:
+        self.home = home
+        self.url = ""
+        """Where the graph is served now; every cluster has ports of its own."""
+        self._household = household
+        self._child: Child | None = None
+        self._not_mine = frozenset(psutil.Process().children())
+        (home / "engine_args.json").write_text(json.dumps(engine_args))
+
+    @property
+    def records(self) -> list[Path]:
+        """The log directories of the state actors."""
+        return sorted((self.home / "records").glob("shard-*"))
+
+    async def start(self) -> None:
+        """Returns once the graph answers."""
+        ready = self.home / "url"
+        ready.unlink(missing_ok=True)
+        self._child = self._household.start(
+            [sys.executable, "-m", "tests.faults.cluster", str(self.home)], log=self.home / "cluster.log"
+        )
+        async with asyncio.timeout(_READY_WITHIN_S):
+            while not ready.exists():
+                if self._child.ended() is not None:
+                    raise RuntimeError(f"the cluster did not start:\n{self._child.log_tail()}")
+                await asyncio.sleep(0.2)
+        self.url = ready.read_text()
+
+    def processes(self, title: str = "") -> list[psutil.Process]:
+        """The cluster's, those that have lost their parents included; or those whose name starts with `title`."""
+        found: list[psutil.Process] = []
+        for child in psutil.Process().children():
+            if child not in self._not_mine:
+                with suppress(psutil.NoSuchProcess):
+                    found += [child, *child.children(recursive=True)]
+        return [process for process in found if not title or _name(process).startswith(title)]
+
+    def kill(self) -> None:
+        """Every process at once, as if the machine had gone; only that what they wrote to files is there."""
+        while alive := self.processes():
+            for process in alive:
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            psutil.wait_procs(alive, timeout=_ENDS_WITHIN_S)
+        self._clear()
+
+    def stop(self) -> None:
+        """As Ctrl-C does."""
+        if self._child is not None and self._child.ended() is None:
+            self._child.stop()
+        self._clear()
+
+    def _clear(self) -> None:
+        for name in ("ray", "haproxy"):
+            shutil.rmtree(self.home / name, ignore_errors=True)
+
+
+def _name(process: psutil.Process) -> str:
+    try:
+        return str(process.name())
+    except psutil.NoSuchProcess:
+        return ""
+
+
+def serve_until_told(home: Path) -> None:
+    """The cluster and its graph, until this process is interrupted."""
+    _keep_below(home)
+    args = {
+        "model": str(tiny_dir()),
+        "engine": engine.IMPORT_PATH,
+        "engine_args": json.loads((home / "engine_args.json").read_text()),
+        "tool_parser": None,
+        "num_replicas": REPLICAS,
+        "state": {"shards": SHARDS, "namespace": NAMESPACE, "directory": str(home / "records")},
+        "ray_actor_options": {"num_cpus": 1},
+    }
+    base = yaml.safe_load(_CPU_DEMO.read_text(encoding="utf-8"))
+    with (
+        Household() as household,
+        private_ray(cpus=2 * REPLICAS, namespace=NAMESPACE) as address,
+        served_graph(
+            household, base=base, args=args, address=address, directory=home / "serve", on_wait=lambda _: None
+        ) as url,
+    ):
+        (home / "url.new").write_text(url)
+        (home / "url.new").rename(home / "url")
+        with suppress(KeyboardInterrupt):
+            while True:
+                time.sleep(60)
+
+
+def _keep_below(home: Path) -> None:
+    """Ray and HAProxy have folders of their own for all clusters of a machine; a killed cluster leaves them full."""
+    (home / "ray").mkdir(exist_ok=True)
+    tempfile.tempdir = str(home / "ray")
+    haproxy = home / "haproxy"
+    os.environ.update(
+        RAY_SERVE_HAPROXY_CONFIG_FILE_LOC=str(haproxy / "haproxy.cfg"),
+        RAY_SERVE_HAPROXY_SOCKET_PATH=str(haproxy / "admin.sock"),
+        RAY_SERVE_HAPROXY_SERVER_STATE_BASE=str(haproxy),
+        RAY_SERVE_HAPROXY_SERVER_STATE_FILE=str(haproxy / "server-state"),
+        RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH=str(haproxy / "metrics.sock"),
+    )
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    serve_until_told(Path(sys.argv[1]))

@@ -1,0 +1,170 @@
+"""What the replicas of the fault tests run: an engine whose every reply can be told beforehand, by anybody.
+
+Invariant: a reply is a function of its question and of its call's id, so that whoever has both - a client, or an audit
+of the log - can say which text, ids and log probabilities they must stand for, and no two calls say the same.
+
+The ids are not those into which the text would be tokenized again: a graph that does so anyway shows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import uuid
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from gym_capture.calls import ModelRequest
+from gym_capture.conversation import Message
+from gym_capture.engines.base import Engine, Generation, GenerationChunk, ModelInfo
+from gym_capture.engines.hf_template import HfChatTemplate
+from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, Step
+from gym_capture.records import IdArray
+from gym_capture.template import ChatTemplate
+
+IMPORT_PATH: Final = "tests.faults.engine:start"
+_STOP: Final = "<|im_end|>"
+_WORDS: Final = (
+    "amber",
+    "birch",
+    "cedar",
+    "delta",
+    "ember",
+    "fjord",
+    "grove",
+    "heron",
+    "inlet",
+    "jetty",
+    "kelp",
+    "loch",
+)
+_ASKED: Final = re.compile(r"\bin (\d+) words\b")
+
+
+def question(name: str, *, words: int) -> str:
+    """A question that is answered in so many words."""
+    return f"{name}: answer in {words} words."
+
+
+def answer(asked: str, call_id: str) -> str:
+    """What the call with this id says to `asked`. No two calls say the same."""
+    words = _ASKED.search(asked)
+    assert words is not None, f"not a question of these tests: {asked!r}"
+    rng = random.Random(f"{asked} {call_id}")
+    return " ".join([call_id, *rng.choices(_WORDS, k=int(words[1]))])
+
+
+class Voice:
+    """What replies are as tokens."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self._template = template
+        self._letters: dict[str, list[int]] = {}
+
+    def steps(self, asked: str, call_id: str) -> list[Step]:
+        """The ids, log probabilities and texts of a whole reply, the stop token included."""
+        rng = random.Random(call_id)
+        text = answer(asked, call_id)
+        steps = []
+        while text:
+            size = rng.randint(1, 9)
+            piece, text = text[:size], text[size:]
+            steps.append(_step([number for letter in piece for number in self._spelled(letter)], piece))
+        return [*steps, _step(self._template.encode(_STOP).tolist(), "")]
+
+    def _spelled(self, letter: str) -> list[int]:
+        """Letter by letter: shorter than a tokenizer would cut, and quick."""
+        if letter not in self._letters:
+            self._letters[letter] = self._template.encode_plain(letter).tolist()
+        return self._letters[letter]
+
+
+def _step(token_ids: list[int], text: str) -> Step:
+    return Step(token_ids=token_ids, log_probs=[_log_prob(number) for number in token_ids], text=text)
+
+
+def _log_prob(token_id: int) -> float:
+    """With which an id is sampled: another one than the ids beside it."""
+    return -(1 + token_id % 997) / 256
+
+
+def start(
+    *,
+    model: str,
+    name: str,
+    tool_parser: str | None,
+    reasoning_parser: str | None,
+    engine_args: Mapping[str, Any],
+) -> Engine:
+    """The engine of a replica. `engine_args`: `token_s`, and `running_dir` if its generations shall be counted."""
+    running_dir = engine_args.get("running_dir")
+    template = HfChatTemplate.from_model_dir(Path(model))
+    return PacedEngine(
+        template,
+        name=name,
+        token_s=engine_args["token_s"],
+        running_dir=None if running_dir is None else Path(running_dir),
+    )
+
+
+class PacedEngine:
+    """A scripted engine that takes its time, so that faults hit it in the middle of a reply.
+
+    running_dir: holds a file for each generation that is under way, in all replicas.
+    """
+
+    def __init__(self, template: ChatTemplate, *, name: str, token_s: float, running_dir: Path | None) -> None:
+        self._voice = Voice(template)
+        self._scripted = ScriptedEngine(template, self._script, name=name, max_model_len=8192)
+        self._token_s = token_s
+        self._running_dir = running_dir
+
+    @property
+    def model(self) -> ModelInfo:
+        return self._scripted.model
+
+    @property
+    def template(self) -> ChatTemplate:
+        return self._scripted.template
+
+    def generate(
+        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+    ) -> Generation:
+        generation = self._scripted.generate(
+            call_id=call_id, prompt_ids=prompt_ids, request=request, max_tokens=max_tokens, stream=stream
+        )
+        return replace(generation, chunks=self._paced(generation.chunks))
+
+    async def check_health(self) -> None:
+        await self._scripted.check_health()
+
+    async def close(self) -> None:
+        await self._scripted.close()
+
+    def _script(self, call: EngineCall) -> Script:
+        asked = call.request.conversation.items[-1]
+        assert isinstance(asked, Message)
+        return Script(steps=self._voice.steps(asked.text, call.call_id))
+
+    async def _paced(self, chunks: AsyncGenerator[GenerationChunk]) -> AsyncGenerator[GenerationChunk]:
+        with self._running():
+            async with aclosing(chunks):
+                async for chunk in chunks:
+                    await asyncio.sleep(self._token_s * chunk.token_ids.size)
+                    yield chunk
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
+        if self._running_dir is None:
+            yield
+            return
+        file = self._running_dir / uuid.uuid4().hex
+        file.touch()
+        try:
+            yield
+        finally:
+            file.unlink()
