@@ -127,7 +127,7 @@ class _Lane:
             self._send()
 
     async def _fly(self) -> None:
-        await asyncio.sleep(0)  # whatever is ready in this turn of the loop comes along
+        # A task begins in the next turn of the loop: whatever was ready in the turn that made it comes along.
         batch, self._waiting = self._waiting, []
         if not batch:
             return
