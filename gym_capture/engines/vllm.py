@@ -31,6 +31,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
@@ -152,7 +153,8 @@ class VllmEngine:
         except TypeError as error:
             raise ConfigError(f"engine_args: {error}") from error
         guard = start_guard(title=f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
-        llm = AsyncLLM.from_engine_args(args)
+        # The context decides some defaults, e.g. how many tokens a step takes: those of vLLM's own server.
+        llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
         eos = llm.model_config.try_get_generation_config().get("eos_token_id") or ()
         template = HfChatTemplate.from_tokenizer(
             llm.renderer.tokenizer, stop_token_ids=(eos,) if isinstance(eos, int) else tuple(eos)
