@@ -45,10 +45,13 @@ def start_shards(
     """Makes sure that the state actors of `namespace` run and have read their logs back.
 
     Those that run already are kept, with their records. Raises `ConfigError` if they run with another number of shards,
-    or if the cluster has too few nodes to keep `replicas` copies of each log.
+    or if none run yet and the cluster has too few nodes to keep `replicas` copies of each log. Once they run, a replica
+    of the graph may start although a node was lost.
     """
     nodes = len(alive_nodes())
-    if replicas not in (1, 2) or replicas > nodes:
+    named = ray.util.list_named_actors(all_namespaces=True)
+    is_new = {"name": _actor_name(0), "namespace": namespace} not in named
+    if is_new and (replicas not in (1, 2) or replicas > nodes):
         raise ConfigError(
             f"state.replicas: must be 1, or 2 on a cluster of two nodes or more; it is {replicas} on {nodes}"
         )

@@ -100,5 +100,6 @@ def test_actors_are_started_once_and_their_number_stays(tmp_path: Path) -> None:
         start(tmp_path, shards=3, namespace=namespace)
     with pytest.raises(ConfigError, match=r"state\.replicas: must be 1, or 2 .*; it is 2 on 1"):
         start(tmp_path, shards=1, namespace="alone", replicas=2)
+    start(tmp_path, shards=1, namespace=namespace, replicas=2)  # as after the loss of a node: they run
     actors = ray.util.list_named_actors(all_namespaces=True)
     assert [actor["name"] for actor in actors if actor["namespace"] == namespace] == ["state-0"]
