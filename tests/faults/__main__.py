@@ -13,7 +13,6 @@ import asyncio
 import random
 import shutil
 import sys
-import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Final, Self
@@ -23,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gym_capture.demo.processes import Household
 from tests.faults.agents import Ledger
-from tests.faults.cluster import Cluster
+from tests.faults.cluster import Cluster, make_home
 from tests.faults.killer import Victim, plan
 from tests.faults.storm import Report, storm
 
@@ -35,9 +34,8 @@ def main(argv: list[str] | None = None) -> int:
     """Runs a storm. The exit status says whether all went well."""
     options = _options(argv)
     err = Console(stderr=True, highlight=False)
-    err.print(f"seed {options.seed}")
-    # Ray puts sockets below it, and a socket's path may have 107 characters.
-    home = Path(tempfile.mkdtemp(prefix="gf", dir="/tmp"))
+    home = make_home()
+    err.print(f"seed {options.seed}\nbelow {home}")
     try:
         report = _run(home, options, err)
     except KeyboardInterrupt:
@@ -125,6 +123,7 @@ def _explain(report: Report, err: Console) -> None:
     kinds = ", ".join(f"{count} x {victim}" for victim, count in report.kills.most_common())
     err.print(f"killed: {kinds}")
     err.print(f"attempts that failed: {_counts(report.ledger.failures)}")
+    err.print(f"{report.ledger.refusals} of them with a status after which client libraries do not ask again")
     err.print(f"{found.calls} calls of {found.rollouts} rollouts in the logs; masked: {_counts(found.masked)}")
     err.print(f"{report.probed} rollouts continue the same call before and after a restart")
     wrong = [*found.all(), *report.wrong]

@@ -74,8 +74,8 @@ class Ledger:
     @property
     def refusals(self) -> int:
         """Answers after which a client library would have given up."""
-        known = {str(status) for status in RETRIED}
-        return sum(count for kind, count in self.failures.items() if kind.isdecimal() and kind not in known)
+        statuses = ((kind.partition(" ")[0], count) for kind, count in self.failures.items())
+        return sum(count for status, count in statuses if status.isdecimal() and int(status) not in RETRIED)
 
 
 class Agent:
@@ -146,8 +146,8 @@ class Agent:
         )
         async with request as response:
             if response.status_code != 200:
-                await response.aread()
-                raise NotWholeError(f"{response.status_code} {response.text[:60].strip()!r}")
+                is_ours = response.headers.get("content-type", "").startswith("application/json")
+                raise NotWholeError(f"{response.status_code}{'' if is_ours else ' of HAProxy'}")
             call_id = response.headers["request-id"]
             if not body.get("stream"):
                 played.cut_off.append(call_id)

@@ -39,6 +39,11 @@ _READY_WITHIN_S: Final = 300.0
 _ENDS_WITHIN_S: Final = 30.0
 
 
+def make_home() -> Path:
+    """A new folder: Ray puts sockets below it, and a socket's path may have 107 characters."""
+    return Path(tempfile.mkdtemp(prefix="gf", dir="/tmp"))
+
+
 class Cluster:
     """One cluster after the other on the same logs. The household must be left for the last one to end."""
 
@@ -77,7 +82,7 @@ class Cluster:
             if child not in self._not_mine:
                 with suppress(psutil.NoSuchProcess):
                     found += [child, *child.children(recursive=True)]
-        return [process for process in found if not title or _name(process).startswith(title)]
+        return [process for process in found if _runs_as(process, title)]
 
     def kill(self) -> None:
         """Every process at once, as if the machine had gone; only that what they wrote to files is there."""
@@ -99,11 +104,12 @@ class Cluster:
             shutil.rmtree(self.home / name, ignore_errors=True)
 
 
-def _name(process: psutil.Process) -> str:
+def _runs_as(process: psutil.Process, title: str) -> bool:
+    """Whether it runs, under a name like that; what has ended, but nobody has asked after, does not."""
     try:
-        return str(process.name())
+        return process.status() != psutil.STATUS_ZOMBIE and str(process.name()).startswith(title)
     except psutil.NoSuchProcess:
-        return ""
+        return False
 
 
 def serve_until_told(home: Path) -> None:

@@ -1,0 +1,140 @@
+"""A served graph whose clients leave, whose rollouts move, and whose processes are killed under load.
+
+`make test-faults` is the long form of the storm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+
+import httpx
+import psutil
+
+from gym_capture.records import Continues
+from tests.faults.agents import Agent, Ledger, Played
+from tests.faults.apis import APIS
+from tests.faults.audit import read
+from tests.faults.cluster import REPLICAS, Cluster
+from tests.faults.engine import question
+from tests.faults.killer import Victim, plan
+from tests.faults.storm import storm
+
+LEAVING = 200
+
+
+def replica_urls(cluster: Cluster) -> list[str]:
+    """Where the replicas themselves take requests, behind HAProxy's back."""
+    urls = []
+    for process in cluster.processes("ray::ServeReplica:"):
+        for connection in process.net_connections("tcp4"):
+            url = f"http://127.0.0.1:{connection.laddr.port}"
+            if connection.status == psutil.CONN_LISTEN and answers(url):
+                urls.append(url)
+    return urls
+
+
+def answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/healthz", trust_env=False, timeout=5).status_code == 200
+    return False
+
+
+def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_ids(cluster: Cluster) -> None:
+    urls = replica_urls(cluster)
+    assert len(urls) == REPLICAS
+    played = Played("moves")
+
+    async def run() -> None:
+        async with httpx.AsyncClient(trust_env=False) as http:
+            for number in range(4):
+                url = urls[number % REPLICAS]
+                agent = Agent("moves", Ledger(), url=partial(str, url), http=http, seed=number, deadline_s=60)
+                turn = await agent.ask(played, question(f"moves, turn {number}", words=8))
+                assert turn is not None
+                assert turn.attempts == 1
+                played.turns.append(turn)
+
+    asyncio.run(run())
+    entries = {entry.model_call_id: entry for entry in read(cluster.records).snapshots["moves"].entries}
+    calls = [entries[turn.call_id] for turn in played.turns]
+    for call, before in zip(calls[1:], calls, strict=False):
+        assert call.parent == Continues(before.model_call_id, before.cum_len)
+        assert call.prefix_supplied
+
+
+def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster) -> None:
+    running = cluster.home / "running"
+
+    async def leave(http: httpx.AsyncClient, number: int) -> None:
+        body = APIS[0].body((), question(f"leaves {number}", words=2000)) | {"stream": True}
+        url = f"{cluster.url}/ng-rollout/leaves-{number}/v1/chat/completions"
+        async with http.stream("POST", url, json=body, timeout=120) as response:
+            assert response.status_code == 200
+            await anext(response.aiter_raw())
+            arrived.release()
+            await may_leave.wait()
+
+    arrived, may_leave = asyncio.Semaphore(0), asyncio.Event()
+
+    async def run() -> None:
+        async with httpx.AsyncClient(trust_env=False, limits=httpx.Limits(max_connections=None)) as http:
+            async with asyncio.TaskGroup() as leaving:
+                for number in range(LEAVING):
+                    leaving.create_task(leave(http, number))
+                for _ in range(LEAVING):
+                    await arrived.acquire()
+                assert len(list(running.iterdir())) == LEAVING
+                may_leave.set()
+            async with asyncio.timeout(10):
+                while True:
+                    if not list(running.iterdir()):
+                        return
+                    await asyncio.sleep(0.05)
+
+    asyncio.run(run())
+    snapshots = read(cluster.records).snapshots
+    for number in range(LEAVING):
+        entries = snapshots[f"leaves-{number}"].entries
+        assert [entry.finish_reason for entry in entries] in ([], ["abort"])
+
+
+def test_nothing_acknowledged_is_lost_whatever_is_killed(cluster: Cluster) -> None:
+    victims = plan(8, seed=3)
+    assert set(victims) == set(Victim)
+    report = asyncio.run(
+        storm(cluster, victims, seed=3, clients=4, seconds=300, deadline_s=240, on_kill=lambda *_: None)
+    )
+    assert [*report.findings.all(), *report.wrong] == []
+    assert (report.ledger.hung, report.kills.total()) == (0, len(victims))
+    assert report.ledger.acknowledged > report.probed > 0
+    assert report.is_clean
+
+
+def test_an_interrupt_leaves_nothing_running() -> None:
+    run = subprocess.Popen(
+        [sys.executable, "-m", "tests.faults", "--kills", "100", "--seed", "0"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert run.stderr is not None
+    lines = iter(run.stderr.readline, "")
+    home = Path(next(line for line in lines if line.startswith("below ")).removeprefix("below ").strip())
+    try:
+        next(line for line in lines if line.startswith("kill 1:"))
+        below = psutil.Process(run.pid).children(recursive=True)
+        assert len(below) > 10
+        os.kill(run.pid, signal.SIGINT)
+        _, said = run.communicate(timeout=120)
+    finally:
+        run.kill()
+    assert run.returncode == 130, said
+    assert [process for process in below if process.is_running()] == []
+    assert not home.exists()
