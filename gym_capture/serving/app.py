@@ -2,6 +2,7 @@
 
 # No `from __future__ import annotations` here: Serve reads the annotation of `args` to validate it.
 
+import inspect
 from pathlib import Path
 
 from ray import serve
@@ -12,6 +13,7 @@ from ray.serve.config import RequestRouterConfig
 from gym_capture import models
 from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError
+from gym_capture.imports import load
 from gym_capture.serving.config import GraphArgs
 from gym_capture.serving.policy import Policy
 
@@ -19,6 +21,10 @@ from gym_capture.serving.policy import Policy
 def build_app(args: GraphArgs) -> Application:
     """The Serve application. Raises `ConfigError`, naming the key, for what cannot work."""
     args = args.model_copy(update={"model": str(model_folder(args.model))})
+    if args.state.replicas > 1 and "mirror" not in inspect.signature(load(args.state.store)).parameters:
+        raise ConfigError(
+            f"state.replicas: {args.state.replicas} needs a store that takes `mirror=`, and {args.state.store} does not"
+        )
     if args.secret_file is not None:
         Keyring.from_file(args.secret_file)
     if args.num_replicas == "auto" and args.autoscaling_config is None:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
+from gym_capture.serving.state import LINEAGE_BYTES, WAITING_BYTES
+
 
 def _json_if_string(value: object) -> object:
     """`serve run module:build_app key=value` passes strings; let objects be written as JSON there."""
@@ -31,7 +33,13 @@ class StateArgs(BaseModel):
     """Import path `module:factory` of the store that a shard hosts; called with `directory=` and `store_kwargs`."""
     store_kwargs: Object = Field(default_factory=dict)
     directory: Path = Path("~/.cache/gym-capture/records")
-    """Where the shards keep their logs: on a cluster, on storage that outlives the node."""
+    """Where the shards keep their logs: with one replica, on storage that outlives the node."""
+    replicas: Literal[1, 2] = 1
+    """2: each shard's log has a second copy on another node, written before anything is acknowledged."""
+    lineage_bytes: PositiveInt = LINEAGE_BYTES
+    """Memory of a shard for lineage; rollouts that were not used lately are read from the store again when they are."""
+    waiting_bytes: PositiveInt = WAITING_BYTES
+    """While records of this size wait to become durable, a shard refuses to begin calls: clients get 503."""
 
 
 class GraphArgs(BaseModel):

@@ -32,6 +32,9 @@ class Policy:
                 store=args.state.store,
                 store_kwargs=args.state.store_kwargs,
                 directory=str(args.state.directory),
+                replicas=args.state.replicas,
+                lineage_bytes=args.state.lineage_bytes,
+                waiting_bytes=args.state.waiting_bytes,
             )
             state = connect(namespace=args.state.namespace)
         engine: Engine = load(args.engine)(

@@ -50,3 +50,20 @@ def test_autoscaling_needs_both_of_its_keys(tmp_path: Path, args: dict[str, Any]
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=named):
         build_app(GraphArgs(model=str(tmp_path), **args))
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({"state": {"replicas": 2, "store": "tests.serving.test_config:store_without_a_mirror"}}, "state.replicas"),
+        ({"secret_file": "nowhere"}, "nowhere"),
+    ],
+)
+def test_what_a_replica_would_fail_at_stops_the_build(tmp_path: Path, args: dict[str, Any], named: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=named):
+        build_app(GraphArgs.model_validate({"model": str(tmp_path), **args}))
+
+
+async def store_without_a_mirror(*, directory: Path) -> None:
+    """A store that keeps no second copy."""
