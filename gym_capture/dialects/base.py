@@ -101,7 +101,7 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            value = _without_surrogates(json.loads(body))
+            value = _without_surrogates(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
         except (ValueError, RecursionError):
             raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -124,6 +124,11 @@ def json_type(value: object) -> str:
             return "an array"
         case _:
             return "an object"
+
+
+def _no_number(name: str) -> float:
+    """JSON has no NaN and no Infinity."""
+    raise ValueError(f"{name} is no JSON")
 
 
 def _without_surrogates(value: Any) -> Any:

@@ -144,6 +144,7 @@ def json_text(value: Mapping[str, Any], param: str, *, sort_keys: bool = True) -
 
 
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+MAX_BIASES = 50_000
 INTEGERS = ("top_k", "seed", "min_tokens")
 
 
@@ -163,7 +164,9 @@ def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         found["stop"] = list(texts)
     bias = body.get("logit_bias")
     if bias is not None:
-        for key, value in mapping(bias, "logit_bias").items():
+        if len(mapping(bias, "logit_bias")) > MAX_BIASES:
+            raise InvalidRequestError(f"logit_bias has more than {MAX_BIASES:,} entries", param="logit_bias")
+        for key, value in bias.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise wrong_type(f"logit_bias.{key}", "a number", value)
         if bias:

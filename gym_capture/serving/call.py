@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from gym_capture.errors import (
     ContextLengthError,
     EngineError,
     GymCaptureError,
+    InvalidRequestError,
     RecordError,
     StoreError,
     UnknownModelError,
@@ -54,6 +55,11 @@ from gym_capture.serving.stats import ShardStats
 from gym_capture.splice import Spliced, full_prompt, splice
 
 logger = logging.getLogger(__name__)
+
+
+_SESSION_CHARACTERS: Final = 256 * 2**20
+"""Text of conversations whose fingerprints are kept."""
+_LONGEST_MODEL_NAME: Final = 256
 
 
 class CallState(Protocol):
@@ -90,6 +96,27 @@ class Tracked:
     may_be_retry: bool
 
 
+class _Sessions:
+    """The last fingerprint of each of the rollouts that called lately, within bounds of number and of text."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, tuple[Fingerprint, int]] = OrderedDict()
+        self._size = 0
+
+    def get(self, rollout_id: str) -> Fingerprint | None:
+        kept = self._kept.get(rollout_id)
+        return None if kept is None else kept[0]
+
+    def keep(self, rollout_id: str, fingerprint: Fingerprint, *, size: int) -> None:
+        """`size`: characters of the conversation, which a fingerprint holds."""
+        self._size += size - self._kept.pop(rollout_id, (fingerprint, 0))[1]
+        self._kept[rollout_id] = (fingerprint, size)
+        while len(self._kept) > self._limit or (self._size > _SESSION_CHARACTERS and len(self._kept) > 1):
+            _, (_, forgotten) = self._kept.popitem(last=False)
+            self._size -= forgotten
+
+
 class CallService:
     """Runs model calls on one engine."""
 
@@ -109,8 +136,7 @@ class CallService:
         self._fingerprinter = fingerprinter
         self._prefix_supply = prefix_supply
         self._pin = dict(sampling_pin)
-        self._sessions: OrderedDict[str, Fingerprint] = OrderedDict()
-        self._session_cache = session_cache
+        self._sessions = _Sessions(session_cache)
         self._clock = clock
         # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
@@ -142,6 +168,8 @@ class CallService:
             if tracked is not None and self._state is not None:
                 await _abandon(self._state, tracked.rollout_id, call_id, epoch=tracked.epoch)
             raise
+        if tracked is not None:
+            self._sessions.keep(tracked.rollout_id, tracked.fingerprint, size=_text_size(request))
         return CallInFlight(
             call_id=call_id,
             request=request,
@@ -164,6 +192,8 @@ class CallService:
         return int((await self._rendered(request, resolution)).ids.size)
 
     def _check(self, request: ModelRequest, rollout_id: str | None) -> None:
+        if len(request.requested_model) > _LONGEST_MODEL_NAME:  # it is in every chunk and in every record
+            raise InvalidRequestError(f"model has more than {_LONGEST_MODEL_NAME} characters", param="model")
         if rollout_id is not None:
             check_rollout_id(rollout_id)
         elif request.requested_model != self._engine.model.name:
@@ -172,6 +202,13 @@ class CallService:
     def _check_length(self, request: ModelRequest) -> None:
         """Raises `ContextLengthError` for what is far too long: rendering it would hold up everybody else's calls."""
         limit, longest = self._engine.model.max_model_len, self._engine.model.longest_token
+        # A template writes a token or more for each.
+        parts = len(request.conversation.items) + len(request.conversation.tools)
+        if parts > limit:
+            raise ContextLengthError(
+                f"the conversation has {parts:,} messages and tools, but this model's context holds {limit:,} tokens; "
+                "shorten it"
+            )
         size = _text_size(request)
         # Twice: a tokenizer may normalize characters away.
         if longest is not None and size > 2 * longest * limit:
@@ -195,12 +232,7 @@ class CallService:
 
     def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:
         """The conversation's fingerprint; the rollout's last one saves hashing what has not changed."""
-        fingerprint = self._fingerprinter.fingerprint(request.conversation, self._sessions.get(rollout_id))
-        self._sessions[rollout_id] = fingerprint
-        self._sessions.move_to_end(rollout_id)
-        if len(self._sessions) > self._session_cache:
-            self._sessions.popitem(last=False)
-        return fingerprint
+        return self._fingerprinter.fingerprint(request.conversation, self._sessions.get(rollout_id))
 
     def _prompt(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         """The spliced prompt where a parent is proven, else the whole conversation through the template."""

@@ -34,7 +34,7 @@ from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEn
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.completions import CompletionsDialect
 from gym_capture.dialects.responses import ResponsesDialect
-from gym_capture.errors import GymCaptureError, RequestTooLargeError
+from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTooLargeError
 from gym_capture.serving.call import CallInFlight, CallService, unknown_model
 from gym_capture.serving.errors import classify
 from gym_capture.serving.live import LiveCall, LiveCalls
@@ -54,6 +54,9 @@ _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _ROLLOUT: Final = "/ng-rollout/{rollout_id}"
 _PREFIXES: Final = ("", _ROLLOUT, f"{_ROLLOUT}/training-token-capture")
 _JSON: Final = "application/json"
+_DIGITS: Final = 18
+_LARGE_BODY: Final = 256 * 2**10
+"""Bytes beyond which a body is parsed beside the event loop."""
 _GONE: Final = 499
 _ANSWER_WITHIN_S: Final = 5.0
 """A part that needs longer to say that it is well is not."""
@@ -143,10 +146,16 @@ def build_gateway(
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
-        kind = "not_found" if error.status_code == 404 else "invalid_request"
-        message = f"no such route: {request.method} {request.url.path[:200]}"
-        api_error = ApiError(status=error.status_code, kind=kind, message=message)
-        return _error_response(_dialect_of(request.url.path), api_error)
+        is_there = error.status_code == 405
+        route = f"{request.method} {request.url.path[:200]}"
+        api_error = ApiError(
+            status=error.status_code,
+            kind="not_found" if error.status_code == 404 else "invalid_request",
+            message=f"{route}: this route takes another method" if is_there else f"no such route: {route}",
+        )
+        response = _error_response(_dialect_of(request.url.path), api_error)
+        response.headers.update(error.headers or {})
+        return response
 
     return app
 
@@ -235,7 +244,7 @@ class _Edge:
         try:
             if self._keyring is not None:
                 self._keyring.admit_call(http.headers, rollout_id)
-            request = _MESSAGES.parse_count(await _body(http, self._max_body_bytes))
+            request = await _parsed(_MESSAGES.parse_count, await _body(http, self._max_body_bytes))
             tokens = await self._service.count(request, rollout_id=rollout_id)
             return Response(_MESSAGES.count(tokens), media_type=_JSON)
         except ClientDisconnect:
@@ -248,7 +257,7 @@ class _Edge:
             if self._keyring is not None:
                 self._keyring.admit_call(http.headers, rollout_id)
             body = await _body(http, self._max_body_bytes)
-            request = dialect.parse(body)
+            request = await _parsed(dialect.parse, body)
             live = self._joined(http, dialect, request, body, rollout_id=rollout_id)
             if request.stream:
                 return await self._streamed(http, live, request, dialect)
@@ -363,6 +372,8 @@ class _StreamedReply(StreamingResponse):
         try:
             async for frame in frames:
                 yield frame
+            # Whoever listens for a disconnect has its say first: a send to a broken connection raises nothing.
+            await asyncio.sleep(0)
             self._is_delivered = True
         except Exception as error:  # noqa: BLE001 - the boundary that classifies
             yield encoder.error(classify(error))
@@ -402,9 +413,13 @@ async def _disconnected(http: Request) -> None:
 
 async def _body(http: Request, limit: int) -> bytes:
     """The request's body. Raises `RequestTooLargeError` before more than `limit` bytes are in memory."""
+    encoding = http.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise InvalidRequestError(f"a body with content-encoding {encoding[:40]!r} is not supported: send it as it is")
     announced = http.headers.get("content-length", "")
     parts: list[bytes] = []
-    size = int(announced) if announced.isdecimal() else 0
+    # What has more digits than this is too large, and `int` would refuse to say how much.
+    size = int(announced[:_DIGITS]) if announced.isdecimal() else 0
     if size <= limit:
         size = 0
         async for part in http.stream():
@@ -417,10 +432,15 @@ async def _body(http: Request, limit: int) -> bytes:
     return b"".join(parts)
 
 
+async def _parsed(parse: Callable[[bytes], ModelRequest], body: bytes) -> ModelRequest:
+    """The request. A large one takes a thread: other clients' streams go on meanwhile."""
+    return parse(body) if len(body) <= _LARGE_BODY else await asyncio.to_thread(parse, body)
+
+
 def _is_repetition(http: Request) -> bool:
     """Whether the client library says that it sends this request again."""
     count = http.headers.get("x-stainless-retry-count", "")
-    return count.isdecimal() and int(count) > 0
+    return count.isascii() and count.isdigit() and count.strip("0") != ""
 
 
 def _call_headers(live: LiveCall) -> dict[str, str]:

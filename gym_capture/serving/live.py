@@ -6,7 +6,7 @@ leaves before its generation is over, and its record says if nobody got the whol
 A client library that repeats a request - its connection broke, its patience ended - says so in a header. If the first
 request is still under way, the repetition listens to the same call, from the start: nothing is generated twice, and one
 record stands for both. A request that does not say that it is a repetition is a call of its own, since agents do ask
-for several samples of one prompt.
+for several samples of one prompt; which of several calls a repetition repeats nobody can tell, so it joins none.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ class LiveCall:
     def __init__(self, call_id: str, begin: Callable[[], Awaitable[CallInFlight]], *, interval_s: float) -> None:
         self.call_id = call_id
         self.created = int(time.time())
+        self.has_twin = False
+        """Another request asked for the same while this call was under way, without being a repetition."""
         self._begin = begin
         self._interval_s = interval_s
         self._pieces: list[Piece] = []
@@ -49,7 +51,7 @@ class LiveCall:
         self.running.add_done_callback(self._ring)
 
     @property
-    def is_joinable(self) -> bool:
+    def is_live(self) -> bool:
         """Whether its reply is still to be had."""
         return not self._is_given_up and not self.running.done()
 
@@ -135,10 +137,16 @@ class LiveCalls:
 
         `asked`: rollout id, API and body digest; None: a request without a rollout, which shares nothing.
         """
-        live = self._calls.get(asked) if asked is not None and is_repetition else None
-        if live is None or not live.is_joinable:
+        under_way = None if asked is None else self._calls.get(asked)
+        if under_way is not None and not under_way.is_live:
+            under_way = None
+        if under_way is not None and is_repetition and not under_way.has_twin:
+            live = under_way
+        else:
             live = LiveCall(call_id, begin, interval_s=self._interval_s)
             if asked is not None:
+                if under_way is not None:
+                    under_way.has_twin = live.has_twin = True
                 self._calls[asked] = live
                 live.running.add_done_callback(partial(self._forget, asked, live))
         live.join()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import struct
 from typing import Any
 
 import httpx
@@ -17,6 +19,7 @@ from tests.serving.replica import (
     STOP,
     USER,
     Replica,
+    always,
     chat_body,
     chat_path,
     events,
@@ -241,6 +244,53 @@ def test_what_is_no_repetition_is_a_call_of_its_own(
     asyncio.run(run())
 
 
+def test_of_two_samples_of_one_prompt_a_repetition_joins_neither(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, lambda _: hanging())
+        samples = [asyncio.ensure_future(ask(replica.http)) for _ in range(2)]
+        await until(lambda: len(replica.engine.calls) == 2)
+        samples[0].cancel()
+        await until(lambda: len(replica.engine.aborted) == 1)
+        again = asyncio.ensure_future(ask(replica.http, again=True))
+        await until(lambda: len(replica.engine.calls) == 3)
+        for request in (again, samples[1]):
+            request.cancel()
+        await asyncio.wait([again, *samples])
+
+    asyncio.run(run())
+
+
+def test_a_reply_cut_off_while_its_reader_is_slow_was_not_delivered(template: HfChatTemplate) -> None:
+    """The server waits for room in the connection when it breaks: what it sends from then on goes nowhere, silently."""
+
+    async def run() -> None:
+        long = Script(steps=[Step(token_ids=[5], text="x" * 20_000) for _ in range(600)])
+        replica = Replica(template, always(long), max_model_len=100_000)
+        body = json.dumps(chat_body(USER, stream=True)).encode()
+        head = f"POST {chat_path('r1')} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+        async with listening(replica.app) as client:
+            slow = socket.socket()
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.connect(("127.0.0.1", client.base_url.port))
+            slow.sendall(head + body)
+            await _recorded(replica)
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing breaks it off
+            slow.close()
+            await until(lambda: len(replica.state.deliveries) == 1)
+        (entry,) = await replica.state.entries()
+        assert entry.delivered is False
+
+    asyncio.run(run())
+
+
+async def _recorded(replica: Replica) -> None:
+    async with asyncio.timeout(60):
+        while True:
+            if await replica.state.entries():
+                return
+            await asyncio.sleep(0.05)
+
+
 def test_a_repetition_of_a_call_that_failed_is_a_new_one(template: HfChatTemplate) -> None:
     async def run() -> None:
         broken = Script(steps=[], raises=EngineError("out of memory"))
@@ -251,7 +301,7 @@ def test_a_repetition_of_a_call_that_failed_is_a_new_one(template: HfChatTemplat
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("count", ["0", "x", "-1", "\u0661", ""])
+@pytest.mark.parametrize("count", ["0", "00", "x", "-1", "\u0661", "", "9" * 5000])
 def test_a_count_that_is_none_says_nothing(template: HfChatTemplate, count: str) -> None:
     async def run() -> None:
         replica = Replica(template, says(template, "one"))

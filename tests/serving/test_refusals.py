@@ -7,6 +7,7 @@ real store and lineage index.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from typing import Any
 
@@ -68,6 +69,56 @@ def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
         assert response.json()["error"]["code"] == "context_length_exceeded"
         assert "1,281 characters" in response.json()["error"]["message"]
         assert len((await replica.state.snapshot()).entries) == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": [{"role": "user", "content": "x"}] * 65}, "65 messages and tools"),
+        ({"model": "m" * 257}, "model has more than 256"),
+        ({"logit_bias": {str(n): 1 for n in range(50_001)}}, "logit_bias has more than 50,000"),
+    ],
+)
+def test_what_would_hold_up_everybody_else_is_refused_early(
+    template: HfChatTemplate, body: dict[str, Any], named: str
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), max_model_len=64)
+        response = await replica.http.post(chat_path("r1"), json={**chat_body(USER), **body})
+        assert response.status_code == 400
+        assert named in response.json()["error"]["message"]
+        assert await replica.state.store.rollout_ids() == []
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("content", "headers", "named"),
+    [
+        (b"\x1f\x8b", {"content-encoding": "gzip"}, "content-encoding 'gzip'"),
+        (json.dumps(chat_body(USER)).encode("utf-16"), {}, "not valid JSON"),
+        (b'{"model": "policy", "messages": [], "temperature": NaN}', {}, "not valid JSON"),
+    ],
+    ids=["gzip", "UTF-16", "NaN"],
+)
+def test_bodies_that_are_no_json_in_utf_8_are_refused(
+    template: HfChatTemplate, content: bytes, headers: dict[str, str], named: str
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        response = await replica.http.post(chat_path("r1"), content=content, headers=headers)
+        assert response.status_code == 400
+        assert named in response.json()["error"]["message"]
+
+    asyncio.run(run())
+
+
+def test_another_method_is_told_which_one_there_is(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        response = await Replica(template, always(PLAIN)).http.get(chat_path("r1"))
+        assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
     asyncio.run(run())
 
