@@ -8,7 +8,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast test-clients lint format typecheck bench check-configs contiguity-table clean
+.PHONY: help setup demo test test-fast test-clients test-faults lint format typecheck bench check-configs contiguity-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -34,6 +34,9 @@ test-fast: $(READY)  ## the tests that need no engine
 
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
+
+test-faults: $(READY)  ## kill every part of the graph under load, 200 times; is anything lost? (half an hour)
+	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.
 $(CLIENTS_READY): $(CLIENTS)/package.json $(CLIENTS)/package-lock.json

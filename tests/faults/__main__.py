@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from gym_capture.demo.processes import Household
 from tests.faults.agents import Ledger
-from tests.faults.cluster import Cluster, make_home
+from tests.faults.cluster import Cluster, make_home, scripted
 from tests.faults.killer import Victim, plan
 from tests.faults.storm import Report, storm
 
@@ -64,7 +64,7 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _run(home: Path, options: argparse.Namespace, err: Console) -> Report:
     victims = plan(options.kills, options.seed)
     with Household() as household, _Watch(err, len(victims)) as watch:
-        cluster = Cluster(household, home, engine_args={"token_s": _TOKEN_S})
+        cluster = Cluster(household, home, args=scripted(token_s=_TOKEN_S))
 
         async def run() -> Report:
             await cluster.start()

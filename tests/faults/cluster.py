@@ -19,6 +19,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
@@ -44,17 +45,28 @@ def make_home() -> Path:
     return Path(tempfile.mkdtemp(prefix="gf", dir="/tmp"))
 
 
+def scripted(**engine_args: Any) -> dict[str, Any]:
+    """The arguments of a graph of scripted engines."""
+    return {
+        "engine": engine.IMPORT_PATH,
+        "engine_args": engine_args,
+        "num_replicas": REPLICAS,
+        "ray_actor_options": {"num_cpus": 1},
+    }
+
+
 class Cluster:
     """One cluster after the other on the same logs. The household must be left for the last one to end."""
 
-    def __init__(self, household: Household, home: Path, *, engine_args: dict[str, Any]) -> None:
+    def __init__(self, household: Household, home: Path, *, args: Mapping[str, Any]) -> None:
+        """`args` of the graph, on top of those of the demo."""
         self.home = home
         self.url = ""
         """Where the graph is served now; every cluster has ports of its own."""
         self._household = household
         self._child: Child | None = None
         self._not_mine = frozenset(psutil.Process().children())
-        (home / "engine_args.json").write_text(json.dumps(engine_args))
+        (home / "args.json").write_text(json.dumps(args))
 
     @property
     def records(self) -> list[Path]:
@@ -117,12 +129,8 @@ def serve_until_told(home: Path) -> None:
     _keep_below(home)
     args = {
         "model": str(tiny_dir()),
-        "engine": engine.IMPORT_PATH,
-        "engine_args": json.loads((home / "engine_args.json").read_text()),
-        "tool_parser": None,
-        "num_replicas": REPLICAS,
         "state": {"shards": SHARDS, "namespace": NAMESPACE, "directory": str(home / "records")},
-        "ray_actor_options": {"num_cpus": 1},
+        **json.loads((home / "args.json").read_text()),
     }
     base = yaml.safe_load(_CPU_DEMO.read_text(encoding="utf-8"))
     with (

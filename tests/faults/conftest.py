@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from gym_capture.demo.processes import Household
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from tests.faults.cluster import Cluster, make_home
+from tests.faults.cluster import Cluster, make_home, scripted
 
 
 @pytest.fixture(scope="session")
@@ -20,12 +23,30 @@ def template() -> HfChatTemplate:
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    """Two replicas and two state actors: half a minute to start."""
+def running_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds a file for each generation that is under way in `cluster`."""
+    return tmp_path_factory.mktemp("running")
+
+
+@pytest.fixture(scope="module")
+def cluster(running_dir: Path) -> Iterator[Cluster]:
+    """Two replicas with scripted engines and two state actors: half a minute to start."""
+    with serving(scripted(token_s=0.004, running_dir=str(running_dir))) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def vllm_cluster() -> Iterator[Cluster]:
+    """One replica with a real engine."""
+    with serving({"num_replicas": 1}) as cluster:
+        yield cluster
+
+
+@contextmanager
+def serving(args: Mapping[str, Any]) -> Iterator[Cluster]:
     home = make_home()
-    (home / "running").mkdir()
     with Household() as household:
-        cluster = Cluster(household, home, engine_args={"token_s": 0.004, "running_dir": str(home / "running")})
+        cluster = Cluster(household, home, args=args)
         try:
             asyncio.run(cluster.start())
             yield cluster

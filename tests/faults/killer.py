@@ -53,10 +53,12 @@ _SHARES: Final = {
 
 
 def plan(kills: int, seed: int) -> list[Victim]:
-    """Victims in random order, each kind by its share and at least once."""
-    victims = [victim for victim, share in _SHARES.items() for _ in range(max(1, round(share * kills)))]
+    """Victims in random order, each kind by its share, and from ten kills on at least once."""
+    victims = [victim for victim, share in _SHARES.items() for _ in range(max(1, int(share * kills)))]
+    victims += [Victim.STATE] * (kills - len(victims))
+    victims = victims[len(victims) - kills :]
     random.Random(seed).shuffle(victims)
-    return victims[:kills]
+    return victims
 
 
 class Killer:
