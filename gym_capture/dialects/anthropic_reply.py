@@ -9,6 +9,7 @@ What is decided here:
 - The arguments of a tool call leave when they are whole, in one delta, since only then it shows whether they are an
   object (`anthropic_input`); clients throw on anything else, and what has left cannot be taken back. Until then the
   open block gets empty deltas, which tell a client that it goes on: official clients swallow pings.
+- Events that belong to no open block wait until theirs can open (`one_at_a_time`).
 - A block is opened for something to see. Whitespace before it waits, as that between two tool calls does.
 - `usage.input_tokens` is the whole prompt and nothing is said to be read from a cache. Anthropic counts apart what its
   cache had, since it bills it apart. Here the two always add up to the same, and count_tokens, `message_start` and a
@@ -35,6 +36,7 @@ from gym_capture.calls import (
 )
 from gym_capture.dialects.anthropic_input import input_json
 from gym_capture.dialects.base import ApiError, ReplyIdentity
+from gym_capture.dialects.one_at_a_time import OneAtATime
 
 OVERLOADED_STATUS: Final = 529
 """What Anthropic's API answers instead of 503."""
@@ -85,16 +87,18 @@ def error_body(error: ApiError) -> bytes:
 
 
 class MessageStream:
-    """Deltas are assembled from a head encoded once a block: one JSON string is all that a text delta costs."""
+    """Deltas are assembled from a head encoded once a block: one JSON string is all that a text delta costs.
+
+    Raises `ValueError` for what `OneAtATime` cannot put in order.
+    """
 
     def __init__(self, request: ModelRequest, identity: ReplyIdentity) -> None:
         self._request = request
         self._identity = identity
+        self._in_order = OneAtATime()
         self._index = -1
         self._open: _Prose | Literal["tool_use"] | None = None
         self._delta_head = b""
-        self._position = -1
-        """Of the latest tool call in the turn."""
         self._arguments: list[str] = []
         """Of the open tool call."""
         self._blank: dict[_Prose, list[str]] = {"text": [], "thinking": []}
@@ -109,27 +113,16 @@ class MessageStream:
 
     def events(self, events: Sequence[ReplyEvent], log_probs: Sequence[TokenLogProb] | None) -> bytes:
         out: list[bytes] = []
-        collected = False
-        for event in events:
-            match event:
-                case TextDelta(text):
-                    self._prose(out, "text", text)
-                case ReasoningDelta(text):
-                    self._prose(out, "thinking", text)
-                case ToolCallStart(position, id, name):
-                    self._open_block(out, "tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
-                    self._position = position
-                case ToolCallDelta(position, arguments):
-                    if self._open != "tool_use" or position != self._position:
-                        raise ValueError(f"arguments of tool call {position}, whose block is closed")
-                    self._arguments.append(arguments)
-                    collected = True
-        if collected and self._open == "tool_use":
+        for event in self._in_order.pass_on(events):
+            self._show(out, event)
+        if events and not out and self._open == "tool_use":
             out.append(self._input_delta(""))
         return b"".join(out)
 
     def finish(self, reply: ModelReply) -> bytes:
         out: list[bytes] = []
+        for event in self._in_order.rest():
+            self._show(out, event)
         self._close_block(out)
         delta = {"type": "message_delta", "delta": _stop(self._request, reply), "usage": _usage_of(reply)}
         out.append(_frame(b"message_delta", orjson.dumps(delta)))
@@ -138,6 +131,17 @@ class MessageStream:
 
     def error(self, error: ApiError) -> bytes:
         return _frame(b"error", error_body(error))
+
+    def _show(self, out: list[bytes], event: ReplyEvent) -> None:
+        match event:
+            case TextDelta(text):
+                self._prose(out, "text", text)
+            case ReasoningDelta(text):
+                self._prose(out, "thinking", text)
+            case ToolCallStart(_, id, name):
+                self._open_block(out, "tool_use", {"type": "tool_use", "id": id, "name": name, "input": {}})
+            case ToolCallDelta(_, arguments):
+                self._arguments.append(arguments)
 
     def _prose(self, out: list[bytes], kind: _Prose, text: str) -> None:
         if self._open != kind:

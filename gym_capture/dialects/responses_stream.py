@@ -3,7 +3,8 @@
 Invariant: sequence numbers count from 0 without holes; items come one after the other, each with everything between its
 `added` and its `done`; what the done events and the last response say is what the deltas said. Cost is linear in text.
 
-Flow: `start` -> an item opens with the first event that belongs to it, and closes when another opens or at the end.
+Flow: `start` -> events are put in an order in which items can follow each other (`one_at_a_time`) -> an item opens with
+the first event that belongs to it, and closes when another opens or at the end.
 Whitespace around calls, which models write and nobody wants as a message, waits for text that it stands before.
 """
 
@@ -29,6 +30,7 @@ from gym_capture.calls import (
 from gym_capture.conversation import ToolCall
 from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.chat import log_prob
+from gym_capture.dialects.one_at_a_time import OneAtATime
 from gym_capture.dialects.responses_output import (
     ItemWriter,
     JsonObject,
@@ -52,11 +54,12 @@ Event: TypeAlias = tuple[str, dict[str, Any]]
 
 
 class ResponsesStream:
-    """Encodes one response. Raises `ValueError` for arguments of a call that is not the last one begun."""
+    """Encodes one response. Raises `ValueError` for what `OneAtATime` cannot put in order."""
 
     def __init__(self, request: ModelRequest, identity: ReplyIdentity) -> None:
         self._response = ResponseObject(request, identity)
         self._items = ItemWriter(request, identity)
+        self._in_order = OneAtATime()
         self._output: list[JsonObject] = []
         self._open: _OpenItem | None = None
         self._held: list[str] = []
@@ -78,20 +81,8 @@ class ResponsesStream:
         if log_probs:
             self._log_probs.extend(log_probs)
         frames: list[bytes] = []
-        for event in events:
-            match event:
-                case TextDelta(text):
-                    self._text(text, frames)
-                case ReasoningDelta(text) if text:
-                    if not isinstance(self._open, _OpenReasoning):
-                        self._begin(partial(_OpenReasoning, self._items), frames)
-                    self._delta(text, frames)
-                case ToolCallStart() as start:
-                    self._begin(partial(_OpenCall, self._items, start=start), frames)
-                case ToolCallDelta(number, arguments):
-                    if not isinstance(self._open, _OpenCall) or self._open.number != number:
-                        raise ValueError(f"arguments of tool call {number}, which is not the one that is open")
-                    self._delta(arguments, frames)
+        for event in self._in_order.pass_on(events):
+            self._show(event, frames)
         if self._log_probs and isinstance(self._open, _OpenReasoning | _OpenCall) and not self._held:
             self._log_probs.clear()  # of what is not text
         return b"".join(frames)
@@ -99,6 +90,8 @@ class ResponsesStream:
     def finish(self, reply: ModelReply) -> bytes:
         status = final_status(reply)
         frames: list[bytes] = []
+        for event in self._in_order.rest():
+            self._show(event, frames)
         if self._open is None:
             self._message(frames)
         if isinstance(self._open, _OpenMessage):
@@ -116,6 +109,19 @@ class ResponsesStream:
         return self._life("response.failed", response)
 
     # --- items ---
+
+    def _show(self, event: ReplyEvent, frames: list[bytes]) -> None:
+        match event:
+            case TextDelta(text):
+                self._text(text, frames)
+            case ReasoningDelta(text) if text:
+                if not isinstance(self._open, _OpenReasoning):
+                    self._begin(partial(_OpenReasoning, self._items), frames)
+                self._delta(text, frames)
+            case ToolCallStart() as start:
+                self._begin(partial(_OpenCall, self._items, start=start), frames)
+            case ToolCallDelta(_, arguments):
+                self._delta(arguments, frames)
 
     def _text(self, text: str, frames: list[bytes]) -> None:
         if isinstance(self._open, _OpenMessage):
@@ -258,7 +264,6 @@ class _OpenCall(_OpenItem):
         self._is_custom = items.client_tool(start.name).is_custom
         added = items.call(position, self._call, status="in_progress")
         super().__init__(position, added, delta=None if self._is_custom else "response.function_call_arguments.delta")
-        self.number = start.position
         self._items = items
 
     def closing(self, item: JsonObject) -> Iterator[Event]:

@@ -4,7 +4,9 @@ Invariant: a call is the same call in every form. What the model calls by a flat
 that the client gave the tool, and what the client then echoes is read back as what the model called.
 
 - A function of a namespace is offered as `<namespace>__<name>`, and its calls carry `namespace` and `name` apart.
-- A custom tool, which takes free text, is offered as a function of one string, `input`.
+- A custom tool, which takes free text, is offered as a function of one string, `input`. Its client is given that
+  string. Arguments that are anything else travel as `{"INVALID_ARGUMENTS": text}`, which the tool refuses, as it must,
+  and the policy is told; nothing is guessed, closed or cut.
 - Everything else (web search, file search, code interpreter, MCP servers...) would have to run on the server. Clients
   send such tools without being asked, so they are left out of the offer; only forcing one is an error.
 """
@@ -16,10 +18,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
+import orjson
+
 from gym_capture.calls import NamedToolChoice, ToolChoice
 from gym_capture.conversation import Tool
 from gym_capture.dialects import fields
 from gym_capture.errors import InvalidRequestError
+from gym_capture.fingerprint import canonical_arguments
 
 _CUSTOM_PARAMETERS: Final = {
     "type": "object",
@@ -27,6 +32,8 @@ _CUSTOM_PARAMETERS: Final = {
     "required": ["input"],
     "additionalProperties": False,
 }
+_INVALID: Final = "INVALID_ARGUMENTS"
+_INVALID_HEAD: Final = f'{{"{_INVALID}":'
 
 
 class ClientTool(NamedTuple):
@@ -52,23 +59,34 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of a call of a custom tool that was given `text`."""
+    """The arguments of a call of a custom tool that was given `text`: undoes `custom_input`."""
+    if text.startswith(_INVALID_HEAD):
+        value = _parsed(text)
+        if isinstance(value, dict) and len(value) == 1 and isinstance(arguments := value.get(_INVALID), str):
+            return arguments
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 def custom_input(arguments: str) -> str:
-    """What a custom tool is given. Arguments that are not the one string are passed on as they are, for it to refuse.
+    """What a custom tool is given: no two argument texts give the same, unless they mean the same.
 
-    Their echo is then no longer the recorded call: the next request does not continue this one, and says so.
+    So the echo of a call is that call and no other, up to what a comparison of arguments ignores
+    (`fingerprint.canonical_arguments`). To be sure of that, a string is only given as it is if it comes back as what
+    it was taken from; one that reads like wrapped arguments does not, so that its own arguments are wrapped.
     """
+    value = _parsed(arguments)
+    text = value.get("input") if isinstance(value, dict) else None
+    if isinstance(text, str) and canonical_arguments(custom_arguments(text)) == canonical_arguments(arguments):
+        return text
+    return orjson.dumps({_INVALID: arguments}).decode()
+
+
+def _parsed(text: str) -> object:
+    """The JSON value, or None. Strings in it can be sent: half an emoji is no JSON here."""
     try:
-        value = json.loads(arguments)
-        if isinstance(value, dict) and value.keys() == {"input"} and isinstance(text := value["input"], str):
-            text.encode()  # half an emoji cannot be sent
-            return text
-    except (ValueError, RecursionError):
-        pass
-    return arguments
+        return orjson.loads(text)
+    except orjson.JSONDecodeError:
+        return None
 
 
 # --- what is offered ----------------------------------------------------------------------------------------------

@@ -392,7 +392,8 @@ def test_AN_11_a_request_for_no_tokens_is_refused() -> None:
     assert refused(max_tokens=0).param == "max_tokens"
 
 
-SCALARS = st.none() | st.booleans() | st.integers(-1, 2) | st.floats() | st.text(max_size=2)
+NUMBERS = st.integers(-1, 2) | st.floats(allow_nan=False, allow_infinity=False)
+SCALARS = st.none() | st.booleans() | NUMBERS | st.text(max_size=2)
 KINDS = st.sampled_from(["text", "tool_use", "tool_result", "thinking", "redacted_thinking", "image"])
 BLOCKS: st.SearchStrategy[dict[str, Any]] = st.deferred(
     lambda: st.fixed_dictionaries(

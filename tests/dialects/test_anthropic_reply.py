@@ -201,11 +201,11 @@ def test_ST_11_a_call_that_takes_long_shows_that_it_goes_on() -> None:
     assert encoder.keep_alive() == b'event: ping\ndata: {"type":"ping"}\n\n'
 
 
-def test_arguments_for_a_closed_block_are_an_error_and_not_lost() -> None:
+def test_arguments_of_a_call_that_has_not_begun_are_an_error() -> None:
     encoder = MESSAGES.stream(REQUEST, IDENTITY)
-    encoder.events((ToolCallStart(0, "a", "f"), ToolCallStart(1, "b", "g")), None)
-    with pytest.raises(ValueError, match="arguments of tool call 0"):
-        encoder.events((ToolCallDelta(0, "{}"),), None)
+    encoder.events((ToolCallStart(0, "a", "f"),), None)
+    with pytest.raises(ValueError, match="arguments of tool call 1"):
+        encoder.events((ToolCallDelta(1, "{}"),), None)
 
 
 def assert_well_formed(stream: bytes) -> None:

@@ -14,7 +14,6 @@ from gym_capture.conversation import AssistantTurn, Conversation, Item, Message,
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.dialects.responses_output import sealed, unsealed
-from gym_capture.dialects.responses_tools import custom_arguments, custom_input
 from gym_capture.errors import InvalidRequestError
 from gym_capture.fingerprint import Fingerprinter
 
@@ -299,21 +298,6 @@ def test_a_custom_tool_is_a_function_of_one_string() -> None:
     (asked,) = turn.tool_calls
     assert (asked.name, json.loads(asked.arguments)) == ("apply_patch", {"input": 'say "é"\n'})
     assert result == ToolResult("c", "done")
-
-
-@given(st.text(max_size=40))
-def test_what_a_custom_tool_is_given_comes_back_as_the_same_arguments(text: str) -> None:
-    assert custom_input(custom_arguments(text)) == text
-    assert custom_arguments(custom_input(json.dumps({"input": text}))) == custom_arguments(text)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    ["", "patch", '{"input": 1}', '{"input": "a", "b": 1}', '["input"]', '{"input": "\\ud83d"}', "[" * 100_000],
-    ids=lambda text: text[:20],
-)
-def test_arguments_that_are_not_the_one_string_reach_a_custom_tool_as_they_are(arguments: str) -> None:
-    assert custom_input(arguments) == arguments
 
 
 @pytest.mark.parametrize(

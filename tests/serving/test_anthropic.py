@@ -113,6 +113,34 @@ def test_an_agent_s_next_call_continues_the_exact_ids_of_its_last(template: HfCh
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_whose_arguments_come_in_turns_are_told_one_after_the_other(
+    template: HfChatTemplate, stream: bool
+) -> None:
+    calling = Script(
+        steps=[
+            Step(token_ids=[100], events=[ToolCallStart(0, "c0", "weather"), ToolCallDelta(0, '{"city":')]),
+            Step(token_ids=[101], events=[ToolCallStart(1, "c1", "weather"), ToolCallDelta(1, '{"city":')]),
+            Step(
+                token_ids=[102], events=[TextDelta("Asking."), ToolCallDelta(0, '"Rome"}'), ToolCallDelta(1, '"Bari"}')]
+            ),
+        ]
+    )
+
+    async def run() -> None:
+        replica = Replica(template, in_order([calling, SAYING]))
+        client = sdk(replica)
+        message = await ask(client, [USER], stream=stream, tools=[WEATHER])
+        calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
+        assert [(call.id, call.input) for call in calls] == [("c0", {"city": "Rome"}), ("c1", {"city": "Bari"})]
+        assert [block.text for block in message.content if block.type == "text"] == ["Asking."]
+        await ask(client, [USER, *answered(message)], stream=stream, tools=[WEATHER])
+        one, two = await replica.state.entries()
+        assert two.parent == Continues(one.model_call_id, one.cum_len)
+
+    asyncio.run(run())
+
+
 def test_AN_01_a_new_system_message_at_the_end_does_not_move_what_came_before(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = Replica(template, in_order([SAYING, SAYING]))

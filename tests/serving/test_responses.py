@@ -172,6 +172,56 @@ def test_what_codex_sends_continues_turn_by_turn(template: HfChatTemplate) -> No
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+def test_an_echo_is_the_sample_that_the_agent_kept_and_not_its_sibling(template: HfChatTemplate, kept: int) -> None:
+    """One sample is the bare text that a custom tool takes, the other has the arguments that it should have."""
+    custom = {"type": "custom", "name": "patch"}
+    samples = [
+        Script(steps=[Step(token_ids=[id, 2], events=[ToolCallStart(0, "c", "patch"), ToolCallDelta(0, arguments)])])
+        for id, arguments in ((100, "abc"), (101, '{"input":"abc"}'))
+    ]
+
+    async def run() -> None:
+        replica = Replica(template, in_order([*samples, saying(template, "Done.", stop_token=STOP)]))
+        client = client_of(replica)
+        replies = [await respond(client, "whole", input=[QUESTION], tools=[custom]) for _ in samples]
+        echo = [item.to_dict() for item in replies[kept].output]
+        result = {"type": "custom_tool_call_output", "call_id": "c", "output": "ok"}
+        await respond(client, "whole", input=[QUESTION, *echo, result], tools=[custom])
+        *sampled, last = await replica.state.entries()
+        parent = sampled[kept]
+        assert last.parent == Continues(replies[kept].id, parent.cum_len)
+        np.testing.assert_array_equal(last.prompt_token_ids[: parent.cum_len], parent.cumulative_ids())
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("how", ["whole", "events", "helper"])
+def test_calls_whose_arguments_come_in_turns_are_told_one_after_the_other(template: HfChatTemplate, how: str) -> None:
+    script = Script(
+        steps=[
+            Step(token_ids=[11], events=[ToolCallStart(0, "c0", "weather"), ToolCallDelta(0, '{"city":')]),
+            Step(token_ids=[12], events=[ToolCallStart(1, "c1", "agents__ask"), ToolCallDelta(1, '{"q":')]),
+            Step(token_ids=[13], events=[ToolCallDelta(0, '"Rome"}'), TextDelta("Asking."), ToolCallDelta(1, "1}")]),
+        ]
+    )
+
+    async def run() -> None:
+        replica = Replica(template, in_order([script, saying(template, "Done.", stop_token=STOP)]))
+        client = client_of(replica)
+        first = await respond(client, how, input=[QUESTION], tools=TOOLS)
+        calls = [item for item in first.output if item.type == "function_call"]
+        assert [(call.name, call.arguments) for call in calls] == [("weather", '{"city":"Rome"}'), ("ask", '{"q":1}')]
+        assert first.output_text == "Asking."
+        echo = [item.to_dict() for item in first.output]
+        results = [{"type": "function_call_output", "call_id": call.call_id, "output": "ok"} for call in calls]
+        await respond(client, how, input=[QUESTION, *echo, *results], tools=TOOLS)
+        one, two = await replica.state.entries()
+        assert two.parent == Continues(one.model_call_id, one.cum_len)
+
+    asyncio.run(run())
+
+
 def test_the_helper_tells_text_and_arguments_as_they_come(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = Replica(template, always(ASKS))
