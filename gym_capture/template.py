@@ -4,7 +4,8 @@ Invariant: only the template writes control tokens. Whatever a user, a tool, a s
 like one is tokenized as plain text, while a conversation that spells none is tokenized in one piece, exactly as
 rendered.
 
-Flow: `protect` swaps every special token spelled in the conversation for a stand-in -> `ChatTemplate.render` ->
+Flow: `protect` swaps every special token spelled in the conversation for a stand-in, and a call id that spells one for
+a digest -> `ChatTemplate.render` ->
 `encode_rendered` tokenizes the result; spans with stand-ins are cut out at the template's own control tokens, where
 a tokenizer cuts anyway, and tokenized as plain text with the spelling put back.
 """
@@ -12,17 +13,26 @@ a tokenizer cuts anyway, and tokenized as plain text with the spelling put back.
 from __future__ import annotations
 
 import functools
+import hashlib
 import json
 import re
 import secrets
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Tool, ToolCall
+from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
 from gym_capture.errors import InvalidRequestError
 from gym_capture.records import IdArray
+
+MAX_JSON_DEPTH: Final = 100
+"""Arguments that nest deeper are no JSON to a template, and schemas that do are refused. Templates write JSON with
+macros that call themselves, several frames for a level: this much they can write and have frames to spare."""
+
+_JSON_KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
+_STRING_OR_BRACKET: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
 class TemplateError(InvalidRequestError):
@@ -71,56 +81,92 @@ class Protected:
 
     def restore(self, text: str) -> str:
         """`text` with the spellings put back."""
-        if self.nonce not in text:
-            return text
-        return re.sub(f"{self.nonce}T(\\d+)Z", lambda match: self.spellings[int(match[1])], text)
+        return _restore(text, self.nonce, self.spellings)
 
 
 def new_nonce() -> str:
-    """A word of ASCII letters and digits that no text contains: templates trim, quote and escape around it unharmed."""
-    return f"Q{secrets.token_hex(8)}"
+    """A word of capitals and digits that no text contains: templates trim, quote, escape and capitalize around it."""
+    return f"Q{secrets.token_hex(8).upper()}"
 
 
 def protect(template: ChatTemplate, conversation: Conversation) -> Protected:
-    """Swaps every special token that the conversation's texts spell, in JSON strings too, for a stand-in."""
+    """Swaps every special token that the conversation's texts spell, in JSON strings too, for a stand-in.
+
+    Raises `TemplateError` for a tool whose schema nests deeper than `MAX_JSON_DEPTH`.
+    """
     nonce = new_nonce()
-    pattern = control_pattern(template.special_tokens)
+    controls = template.special_tokens
+    pattern = control_pattern(controls)
     numbers: dict[str, int] = {}
 
-    def stand_in(match: re.Match[str]) -> str:
-        return f"{nonce}T{numbers.setdefault(match[0], len(numbers))}Z"
+    def stand_in(spelling: str) -> str:
+        return f"{nonce}T{numbers.setdefault(spelling, len(numbers))}Z"
 
     def text(value: str) -> str:
-        return pattern.sub(stand_in, value)
+        return pattern.sub(lambda match: stand_in(match[0]), value)
+
+    def label(value: str) -> str:
+        if not _spells_control(controls, value):
+            return value
+        return stand_in(_restore(value, nonce, tuple(numbers)))  # a key may have a stand-in in it already
+
+    def call_id(value: str) -> str:
+        # Not a stand-in: a template that shortens ids would make another one of it each time.
+        return digest_id(value) if _spells_control(controls, value) else value
+
+    def has_tag(value: str) -> bool:
+        return any(_spells_control(controls, key) for key in _JSON_KEY.findall(value))
 
     def json_text(value: str) -> str:
-        if "\\" not in value:
-            return text(value)
+        # Spellings first, since one with a quote in it can make JSON of what was none.
+        value = text(value)
+        if nests_too_deep(value) or not ("\\" in value or has_tag(value)):
+            return value
         # An escaped spelling ("\u003c|eos|>") shows only once the template has the parsed value.
         try:
             parsed = json.loads(value)
-        except (ValueError, RecursionError):
-            return text(value)  # a template will not have it parsed, either
-        try:
-            swapped = _map_strings(parsed, text)
-            return value if swapped == parsed else json.dumps(swapped, ensure_ascii=False)
-        except RecursionError:
-            raise TemplateError("a tool's schema or a call's arguments are nested too deep", param="tools") from None
+        except ValueError:
+            return value  # a template will not have it parsed, either
+        swapped = _map_strings(parsed, text, label)
+        return value if swapped == parsed else json.dumps(swapped, ensure_ascii=False)
 
     def item(value: Item) -> Item:
-        if not isinstance(value, AssistantTurn):
-            return value._replace(text=text(value.text))
-        calls = tuple(ToolCall(call.id, text(call.name), json_text(call.arguments)) for call in value.tool_calls)
-        return AssistantTurn(text=text(value.text), tool_calls=calls, reasoning=text(value.reasoning))
+        match value:
+            case AssistantTurn(said, calls, reasoning):
+                protected = (ToolCall(call_id(call.id), label(call.name), json_text(call.arguments)) for call in calls)
+                return AssistantTurn(text(said), tuple(protected), text(reasoning))
+            case ToolResult(of, said):
+                return ToolResult(call_id(of), text(said))
+            case Message(role, said):
+                return Message(role, text(said))
 
-    protected = Conversation(
-        items=tuple(map(item, conversation.items)),
-        tools=tuple(
-            Tool(text(tool.name), text(tool.description), json_text(tool.parameters_json), tool.strict)
-            for tool in conversation.tools
-        ),
-    )
-    return Protected(protected, nonce, tuple(numbers))
+    def tool(value: Tool) -> Tool:
+        if nests_too_deep(value.parameters_json):
+            raise TemplateError(f"the parameters of tool {value.name!r} are nested too deep", param="tools")
+        return Tool(label(value.name), text(value.description), json_text(value.parameters_json), value.strict)
+
+    items, tools = tuple(map(item, conversation.items)), tuple(map(tool, conversation.tools))
+    return Protected(Conversation(items, tools), nonce, tuple(numbers))
+
+
+def digest_id(call_id: str) -> str:
+    """Nine letters and digits that stand for an id, the same ones each time."""
+    return hashlib.sha256(call_id.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+
+def nests_too_deep(json_text: str) -> bool:
+    """Whether arrays and objects nest deeper than `MAX_JSON_DEPTH`. Read off the text, and so wherever it is asked."""
+    if json_text.count("[") + json_text.count("{") <= MAX_JSON_DEPTH:
+        return False
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(json_text):
+        if match[0] in "[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif match[0] in "]}":
+            depth -= 1
+    return False
 
 
 def encode_rendered(template: ChatTemplate, text: str, protected: Protected) -> IdArray:
@@ -155,11 +201,21 @@ def control_pattern(special_tokens: frozenset[str]) -> re.Pattern[str]:
     return re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
 
-def _map_strings(value: Any, change: Any) -> Any:
+def _restore(text: str, nonce: str, spellings: Sequence[str]) -> str:
+    return re.sub(f"{nonce}T(\\d+)Z", lambda match: spellings[int(match[1])], text) if nonce in text else text
+
+
+@functools.lru_cache(maxsize=8192)
+def _spells_control(special_tokens: frozenset[str], label: str) -> bool:
+    """Whether a name or a key spells a special token, on its own or as a tag: templates write some keys as `<key>`."""
+    return control_pattern(special_tokens).search(f"<{label}></{label}>") is not None
+
+
+def _map_strings(value: Any, text: Callable[[str], str], key: Callable[[str], str]) -> Any:
     if isinstance(value, str):
-        return change(value)
+        return text(value)
     if isinstance(value, list):
-        return [_map_strings(element, change) for element in value]
+        return [_map_strings(element, text, key) for element in value]
     if isinstance(value, dict):
-        return {change(key): _map_strings(element, change) for key, element in value.items()}
+        return {key(name): _map_strings(element, text, key) for name, element in value.items()}
     return value

@@ -12,7 +12,6 @@ answers say, and renders -> `encode` tokenizes.
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -31,7 +30,7 @@ from transformers import AutoTokenizer, GenerationConfig
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
 from gym_capture.errors import ConfigError
 from gym_capture.records import IdArray
-from gym_capture.template import TemplateError, control_pattern, new_nonce, split_controls
+from gym_capture.template import TemplateError, control_pattern, digest_id, nests_too_deep, new_nonce, split_controls
 
 HfMessage: TypeAlias = dict[str, Any]
 
@@ -215,10 +214,10 @@ class HfChatTemplate:
         return self._render(conversation, self._habits, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> IdArray:
-        return self._codec.encode(text)
+        return self._codec.encode(_without_surrogates(text))
 
     def encode_plain(self, text: str) -> IdArray:
-        return self._codec.encode_plain(text)
+        return self._codec.encode_plain(_without_surrogates(text))
 
     def decode(self, ids: IdArray) -> str:
         return self._codec.decode(ids)
@@ -373,19 +372,25 @@ def _as_parts(text: str) -> list[dict[str, str]]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """What templates want: an object. Text that is none becomes an empty one, as vLLM does it.
+    """What templates want: an object. Text that is none becomes an empty one, as vLLM does it, and so does what nests
+    deeper than templates can write.
 
     The policy's own words are not lost by that: they are in the parent's ids, which a splice supplies as they are.
     """
+    if nests_too_deep(text):
+        return {}
     try:
         value = json.loads(text)
-    except (ValueError, RecursionError):
+    except ValueError:
         return {}
     return value if isinstance(value, dict) else {}
 
 
 def _short_id(call_id: str) -> str:
     """The id itself if nine letters or digits, else nine that it determines."""
-    if _SHORT_ID.fullmatch(call_id):
-        return call_id
-    return hashlib.sha256(call_id.encode()).hexdigest()[:9]
+    return call_id if _SHORT_ID.fullmatch(call_id) else digest_id(call_id)
+
+
+def _without_surrogates(text: str) -> str:
+    """Half an emoji, which JSON in a call's arguments can spell, becomes U+FFFD: no tokenizer can hold it."""
+    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
