@@ -123,7 +123,7 @@ def test_an_interrupt_leaves_nothing_running() -> None:
     lines = iter(run.stderr.readline, "")
     home = Path(next(line for line in lines if line.startswith("below ")).removeprefix("below ").strip())
     try:
-        below = family_with(run, "ray::StateShard")
+        below = family_with(run, "raylet")
         os.kill(run.pid, signal.SIGINT)
         _, said = run.communicate(timeout=120)
     finally:
