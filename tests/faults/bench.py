@@ -16,9 +16,9 @@ from gym_capture.fingerprint import Fingerprinter
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.stores.segments import Disk
-from tests.faults.agents import Agent, Ledger
+from tests.faults.agents import Agent, Ledger, Played
 from tests.faults.audit import Findings, Log, audit, read
-from tests.faults.engine import PacedEngine, Voice
+from tests.faults.engine import PacedEngine, Voice, question
 from tests.serving.replica import listening
 from tests.serving.shards import LocalActor, client_of, shard
 
@@ -65,3 +65,14 @@ async def bench(
         yield Bench(str(http.base_url).rstrip("/"), http, actor, directory, Ledger(), Voice(template))
     await service.close()
     await actor.shard.close()
+
+
+async def play(graph: Bench, rollout_id: str, *, turns: int) -> Played:
+    """So many turns more of a rollout."""
+    played = graph.ledger.rollouts.setdefault(rollout_id, Played(rollout_id))
+    agent = graph.agent(rollout_id)
+    for number in range(len(played.turns), len(played.turns) + turns):
+        turn = await agent.ask(played, question(f"{rollout_id}, turn {number}", words=8))
+        assert turn is not None
+        played.turns.append(turn)
+    return played

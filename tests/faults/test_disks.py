@@ -20,23 +20,11 @@ from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Disk
-from tests.faults.agents import Played
 from tests.faults.apis import APIS, Api
-from tests.faults.bench import Bench, bench
+from tests.faults.bench import Bench, bench, play
 from tests.faults.engine import answer, question
 from tests.serving.replica import until
 from tests.stores.disks import FullDisk, GatedSync
-
-
-async def play(graph: Bench, rollout_id: str, *, turns: int) -> Played:
-    """So many turns more of a rollout."""
-    played = graph.ledger.rollouts.setdefault(rollout_id, Played(rollout_id))
-    agent = graph.agent(rollout_id)
-    for number in range(len(played.turns), len(played.turns) + turns):
-        turn = await agent.ask(played, question(f"{rollout_id}, turn {number}", words=8))
-        assert turn is not None
-        played.turns.append(turn)
-    return played
 
 
 async def begun(graph: Bench, api: Api, rollout_id: str, *, stream: bool) -> httpx.Response:
