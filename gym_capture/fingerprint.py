@@ -41,6 +41,7 @@ from gym_capture.conversation import (
     merge_assistant_turns,
 )
 from gym_capture.errors import ConfigError
+from gym_capture.template import nests_too_deep
 
 _DOMAIN: Final = b"gym-capture/conversation/1\0"
 _STATE_BYTES: Final = 16
@@ -312,15 +313,17 @@ def canonical_arguments(arguments: str) -> str:
 
     JSON is compared by value: keys in any order, the last of duplicate keys wins, any spacing and escaping between
     strings, numbers as IEEE doubles (JavaScript clients round to them). Booleans, numbers and strings stay apart.
-    No arguments, `null` and `{}` are the same. Text that is not JSON (`NaN` is not) or that nests too deep for the
-    parser is compared as it is, and never equals JSON.
+    No arguments, `null` and `{}` are the same. Text that is not JSON (`NaN` is not) or that nests deeper than templates
+    read is compared as it is, and never equals JSON.
     """
     if not arguments.strip():
         return _NO_ARGUMENTS
+    if nests_too_deep(arguments):  # where a parser gives up depends on who calls it; this does not
+        return "text:" + arguments
     try:
         value = _DECODER.decode(arguments)
         return _NO_ARGUMENTS if value is None or value == {} else "json:" + _ENCODER.encode(value)
-    except (ValueError, RecursionError):
+    except ValueError:
         return "text:" + arguments
 
 

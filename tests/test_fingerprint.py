@@ -492,3 +492,15 @@ def test_fingerprints_travel_between_processes() -> None:
     conversation = Conversation((billed("cch=1;"), USER, calling("{}"), ToolResult("call_1", "1"), AssistantTurn("A")))
     fingerprint = Fingerprinter().fingerprint(conversation)
     assert pickle.loads(pickle.dumps(fingerprint)) == fingerprint
+
+
+def test_arguments_beyond_a_fixed_depth_are_compared_as_they_are() -> None:
+    """Fixed, and not where a parser happens to give up: a key must not depend on who asks for it."""
+
+    def nested(depth: int) -> str:
+        return '{"a":' + "[" * (depth - 1) + "]" * (depth - 1) + "}"
+
+    assert canonical_arguments(nested(100)) == canonical_arguments(nested(100).replace(":", ": "))
+    assert canonical_arguments(nested(101)) != canonical_arguments(nested(101).replace(":", ": "))
+    hidden = nested(101)[:-1] + ',"a":1}'
+    assert canonical_arguments(hidden) == f"text:{hidden}"
