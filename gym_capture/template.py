@@ -5,8 +5,7 @@ like one is tokenized as plain text, while a conversation that spells none is to
 rendered.
 
 Flow: `protect` swaps every special token spelled in the conversation for a stand-in, and a call id that spells one for
-a digest -> `ChatTemplate.render` ->
-`encode_rendered` tokenizes the result; spans with stand-ins are cut out at the template's own control tokens, where
+a digest -> `ChatTemplate.render` -> `encode_rendered` tokenizes the result; spans with stand-ins are cut out at the template's own control tokens, where
 a tokenizer cuts anyway, and tokenized as plain text with the spelling put back.
 """
 
@@ -30,6 +29,9 @@ from gym_capture.records import IdArray
 MAX_JSON_DEPTH: Final = 100
 """Arguments that nest deeper are no JSON to a template, and schemas that do are refused. Templates write JSON with
 macros that call themselves, several frames for a level: this much they can write and have frames to spare."""
+
+_MAX_REMEMBERED: Final = 100
+"""Names and keys recur from call to call; those that are longer are looked through each time, and take no memory."""
 
 _JSON_KEY: Final = re.compile(r'"([^"\\]*)"\s*:')
 _STRING_OR_BRACKET: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
@@ -205,10 +207,17 @@ def _restore(text: str, nonce: str, spellings: Sequence[str]) -> str:
     return re.sub(f"{nonce}T(\\d+)Z", lambda match: spellings[int(match[1])], text) if nonce in text else text
 
 
-@functools.lru_cache(maxsize=8192)
 def _spells_control(special_tokens: frozenset[str], label: str) -> bool:
     """Whether a name or a key spells a special token, on its own or as a tag: templates write some keys as `<key>`."""
-    return control_pattern(special_tokens).search(f"<{label}></{label}>") is not None
+    tags = f"<{label}></{label}>"
+    if len(label) <= _MAX_REMEMBERED:
+        return _has_control(special_tokens, tags)
+    return control_pattern(special_tokens).search(tags) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _has_control(special_tokens: frozenset[str], text: str) -> bool:
+    return control_pattern(special_tokens).search(text) is not None
 
 
 def _map_strings(value: Any, text: Callable[[str], str], key: Callable[[str], str]) -> Any:
