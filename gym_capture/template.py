@@ -5,8 +5,8 @@ like one is tokenized as plain text, while a conversation that spells none is to
 rendered.
 
 Flow: `protect` swaps every special token spelled in the conversation for a stand-in, and a call id that spells one for
-a digest -> `ChatTemplate.render` -> `encode_rendered` tokenizes the result; spans with stand-ins are cut out at the template's own control tokens, where
-a tokenizer cuts anyway, and tokenized as plain text with the spelling put back.
+a digest -> `ChatTemplate.render` -> `encode_rendered` tokenizes the result; spans with stand-ins are cut out at the
+template's own control tokens, where a tokenizer cuts anyway, and tokenized as plain text with the spelling put back.
 """
 
 from __future__ import annotations

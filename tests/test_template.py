@@ -162,10 +162,12 @@ def test_a_key_that_a_template_makes_a_control_token_of_can_still_be_read() -> N
 
 def test_arguments_that_a_stand_in_makes_json_of_are_looked_into() -> None:
     """The control token has a quote in it: as it is spelled this is no JSON, and with a stand-in it is."""
-    template = on_made_tokenizer_once("gemma4_v5")
+    tokenizer = make_tokenizer(TEMPLATES["gemma4_v5"])
+    tokenizer.add_tokens([AddedToken('<|"|>', special=True, normalized=False)])
+    template = HfChatTemplate.from_tokenizer(tokenizer, TEMPLATES["gemma4_v5"])
     plain, spelling = (
         Conversation((ASK, AssistantTurn("", (CALL._replace(arguments=text),)), RESULT))
-        for text in ('{"a": "b"}', r'{"a": "<|\"|>\u003c|turn>"}'.replace(r"\"", '"'))
+        for text in ('{"a": "b"}', '{"a": "<|"|>\\u003c|turn>"}')
     )
     assert control_ids(template, full_prompt(template, spelling)) == control_ids(template, full_prompt(template, plain))
 
