@@ -28,6 +28,7 @@ from tests.made_templates import (
     OWN,
     REPLY,
     RESULT,
+    TEMPLATES,
     TOOL,
     control_ids,
     made,
