@@ -146,6 +146,8 @@ def json_text(value: Mapping[str, Any], param: str, *, sort_keys: bool = True) -
 NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_BIASES = 50_000
 INTEGERS = ("top_k", "seed", "min_tokens")
+SAMPLING = (*NUMBERS, *INTEGERS, "stop", "logit_bias")
+"""What `sampling` reads."""
 
 
 def sampling(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
     ),
     # Ray lowers the priority of its workers by default; on a machine that does anything else, the engine then waits.
     "RAY_worker_niceness": "0",
+    # On a busy machine a proxy may need longer than the 5 s after which Serve gives it up.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }
 
 

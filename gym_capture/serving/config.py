@@ -3,12 +3,24 @@
 Invariant: a misspelt key is an error that names it, never a silent default.
 """
 
+import difflib
 import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, NonNegativeFloat, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+)
 
+from gym_capture.dialects import fields
+from gym_capture.errors import InvalidRequestError
 from gym_capture.serving.state import LINEAGE_BYTES, WAITING_BYTES
 
 
@@ -18,6 +30,20 @@ def _json_if_string(value: object) -> object:
 
 
 Object = Annotated[dict[str, Any], BeforeValidator(_json_if_string)]
+
+
+def _known_sampling(pin: dict[str, Any]) -> dict[str, Any]:
+    """A misspelt pin would pin nothing, and nobody would notice before training."""
+    for name in pin:
+        if name not in fields.SAMPLING:
+            near = difflib.get_close_matches(name, fields.SAMPLING, 1)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(fields.SAMPLING)}"
+            raise ValueError(f"there is no sampling parameter {name!r}; {hint}")
+    try:
+        fields.sampling(pin)
+    except InvalidRequestError as error:
+        raise ValueError(error.message) from None
+    return pin
 
 
 class StateArgs(BaseModel):
@@ -63,7 +89,7 @@ class GraphArgs(BaseModel):
     """Record the calls of rollouts. Off: the graph only serves."""
     prefix_supply: bool = True
     """Make the prompt of a call start with its parent's exact ids. Off: the template renders the whole conversation."""
-    sampling_pin: Object = Field(default_factory=dict)
+    sampling_pin: Annotated[Object, AfterValidator(_known_sampling)] = Field(default_factory=dict)
     """Sampling parameters forced on every call, whatever the client asks, e.g. `{temperature: 1.0, top_p: 1.0}`."""
     stream_interval_s: NonNegativeFloat = 0.02
     """Streamed text leaves at most this often, and what came meanwhile leaves together; the first text never waits."""

@@ -23,6 +23,7 @@ class Policy:
     """A Serve replica: Serve builds its HTTP application once the constructor is done."""
 
     async def __init__(self, args: GraphArgs) -> None:  # type: ignore[misc]  # Serve awaits it
+        self._service: CallService | None = None
         self._keyring = None if args.secret_file is None else Keyring.from_file(args.secret_file)
         state = None
         if args.capture:
@@ -56,6 +57,7 @@ class Policy:
         )
 
     def __serve_build_asgi_app__(self) -> FastAPI:
+        assert self._service is not None
         return build_gateway(
             self._service,
             model_name=self._engine.model.name,
@@ -68,7 +70,9 @@ class Policy:
 
     async def check_health(self) -> None:
         """Called by Serve: raising makes it replace the replica."""
+        assert self._service is not None
         await self._service.check_health()
 
     async def __del__(self) -> None:
-        await self._service.close()
+        if self._service is not None:  # else its constructor has failed
+            await self._service.close()

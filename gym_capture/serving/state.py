@@ -8,7 +8,8 @@ What an actor promises stands in `state_shard`, how a process reaches it in `sta
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
@@ -28,7 +29,11 @@ __all__ = [
     "StateShard",
     "connect",
     "start_shards",
+    "stop_shards",
 ]
+
+_STATE: Final = "state-"
+_MIRROR: Final = "mirror-"
 
 
 def start_shards(
@@ -44,10 +49,11 @@ def start_shards(
 ) -> None:
     """Makes sure that the state actors of `namespace` run and have read their logs back.
 
-    Those that run already are kept, with their records. Raises `ConfigError` if they run with another number of shards,
+    Those that run already are kept, with their records. Raises `ConfigError` if they were started with other arguments,
     or if none run yet and the cluster has too few nodes to keep `replicas` copies of each log. Once they run, a replica
     of the graph may start although a node was lost.
     """
+    directory = str(Path(directory).expanduser())
     nodes = len(alive_nodes())
     named = ray.util.list_named_actors(all_namespaces=True)
     is_new = {"name": _actor_name(0), "namespace": namespace} not in named
@@ -80,13 +86,25 @@ def start_shards(
             namespace=namespace,
         )
 
-    # The first says whether others are needed, before there are too many.
-    running = ray.get(start(0).describe.remote())
-    if running != shards:
-        raise ConfigError(
-            f"state.shards: namespace {namespace!r} already runs {running} state actors, not {shards}; "
-            "use that number, or another namespace"
-        )
+    # The first says whether it is what is asked for, before there are others.
+    first = start(0)
+    running = ray.get(first.setup.remote())
+    asked = {
+        "shards": shards,
+        "store": store,
+        "store_kwargs": dict(store_kwargs),
+        "directory": directory,
+        "replicas": replicas,
+        "lineage_bytes": lineage_bytes,
+        "waiting_bytes": waiting_bytes,
+    }
+    for name, value in asked.items():
+        if running[name] != value:
+            raise ConfigError(
+                f"state.{name}: the state actors of namespace {namespace!r} already run with {running[name]!r}, "
+                f"not {value!r}; use that, or another namespace, or end them with `gym-capture state stop`"
+            )
+    ray.get(first.describe.remote())
     ray.get([start(index).describe.remote() for index in range(1, shards)])
 
 
@@ -105,5 +123,17 @@ def connect(*, namespace: str = "gym-capture") -> StateClient:
         ) from error
 
 
+def stop_shards(*, namespace: str) -> int:
+    """Ends the state actors of `namespace`, and their mirrors; their logs stay. Returns how many there were."""
+    names = [
+        actor["name"]
+        for actor in ray.util.list_named_actors(all_namespaces=True)
+        if actor["namespace"] == namespace and actor["name"].startswith((_STATE, _MIRROR))
+    ]
+    for name in names:
+        ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
+    return len(names)
+
+
 def _actor_name(index: int) -> str:
-    return f"state-{index}"
+    return f"{_STATE}{index}"

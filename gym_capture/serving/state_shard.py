@@ -130,6 +130,18 @@ class StateShard:
         await self._opened()
         return self._shards
 
+    async def setup(self) -> Mapping[str, object]:
+        """What it was started with, by the names of the graph's `state` arguments. Needs no open store."""
+        return {
+            "shards": self._shards,
+            "store": self._store_path,
+            "store_kwargs": self._store_kwargs,
+            "directory": str(self._root),
+            "replicas": self._replicas,
+            "lineage_bytes": self._lineage_bytes,
+            "waiting_bytes": self._waiting_bytes,
+        }
+
     async def batch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
         """Runs calls of the methods below at the same time, so that one group commit covers them.
 

@@ -23,6 +23,8 @@ from gym_capture.serving.config import GraphArgs
         ({"model": "tiny", "num_replicas": "many"}, "num_replicas"),
         ({"model": "tiny", "stream_interval_s": -1}, "stream_interval_s"),
         ({"model": "tiny", "sampling_pin": "temperature=1"}, "sampling_pin"),
+        ({"model": "tiny", "sampling_pin": {"temprature": 1.0}}, "did you mean 'temperature'"),
+        ({"model": "tiny", "sampling_pin": {"temperature": "hot"}}, "temperature must be a number"),
     ],
 )
 def test_a_wrong_key_or_value_is_named(args: dict[str, Any], named: str) -> None:

@@ -17,7 +17,7 @@ from gym_capture.demo.graph import private_ray
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.protocols import Resolved
 from gym_capture.serving.metrics import exported_names
-from gym_capture.serving.state import connect, start_shards
+from gym_capture.serving.state import connect, start_shards, stop_shards
 from tests.serving.shards import LOG
 from tests.serving.test_state import play
 
@@ -96,10 +96,14 @@ def test_actors_are_started_once_and_their_number_stays(tmp_path: Path) -> None:
         connect(namespace=namespace)
     start(tmp_path, shards=1, namespace=namespace)
     start(tmp_path, shards=1, namespace=namespace)
-    with pytest.raises(ConfigError, match=r"state\.shards: namespace 'twice' already runs 1 state actors, not 3"):
+    with pytest.raises(ConfigError, match=r"state\.shards: the state actors of namespace 'twice' .* with 1, not 3"):
         start(tmp_path, shards=3, namespace=namespace)
     with pytest.raises(ConfigError, match=r"state\.replicas: must be 1, or 2 .*; it is 2 on 1"):
         start(tmp_path, shards=1, namespace="alone", replicas=2)
-    start(tmp_path, shards=1, namespace=namespace, replicas=2)  # as after the loss of a node: they run
+    # What they were started with holds: another folder would be one that nobody writes to.
+    with pytest.raises(ConfigError, match=r"state\.directory: .* `gym-capture state stop`"):
+        start(tmp_path / "elsewhere", shards=1, namespace=namespace)
     actors = ray.util.list_named_actors(all_namespaces=True)
     assert [actor["name"] for actor in actors if actor["namespace"] == namespace] == ["state-0"]
+    assert stop_shards(namespace=namespace) == 1
+    start(tmp_path / "elsewhere", shards=1, namespace=namespace)
