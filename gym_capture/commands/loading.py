@@ -33,9 +33,10 @@ def explained(what: str) -> Iterator[None]:
         # `tokenizers` raises `Exception` itself, which no list of types can name without naming all of them.
         if type(error) is not Exception and not isinstance(error, named):
             raise
-        raise ConfigError(f"{what}: {_one_line(error)}") from error
+        raise ConfigError(f"{what}: {one_line(str(error)) or type(error).__name__}") from error
 
 
-def _one_line(error: BaseException) -> str:
-    words = " ".join(str(error).split()) or type(error).__name__
+def one_line(text: str) -> str:
+    """White space made one space, and an end that is too long cut off."""
+    words = " ".join(text.split())
     return words if len(words) <= _LONGEST else words[: _LONGEST - 3] + "..."

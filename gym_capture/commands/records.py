@@ -3,8 +3,8 @@
 Invariant: nothing is changed and no lock is taken, so all of it is safe while the graph runs. The records of one
 rollout are in memory at a time. What the graph consumes or clears meanwhile is left out, and counted.
 
-Flow: the log directories that a path names -> `stores.inspect` or `stores.verify` for each -> a table, JSON lines, or
-the files of `data.record_files`.
+Flow: the log directories that a path names -> `stores.inspect` or `stores.verify` for each -> a table, lines for
+other programs, or the files of `data.record_files`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from rich.table import Table
 
 from gym_capture.errors import ConfigError, CorruptLogError, StoreUnavailableError
 from gym_capture.records import Snapshot
+from gym_capture.stores import DEFAULT_DIRECTORY
 from gym_capture.stores.inspect import LogReport, read_snapshots, scan
 from gym_capture.stores.verify import Verification, verify
 
@@ -34,7 +35,12 @@ app = typer.Typer(no_args_is_help=True)
 Directory = Annotated[
     Path,
     typer.Argument(
-        help="The graph's `state.directory`, or one shard of it.", exists=True, file_okay=False, readable=True
+        help="The graph's `state.directory`, or one shard of it.",
+        exists=True,
+        file_okay=False,
+        readable=True,
+        default_factory=DEFAULT_DIRECTORY.expanduser,
+        show_default=str(DEFAULT_DIRECTORY),
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")]
@@ -42,6 +48,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object a li
 _SHARD: Final = re.compile(r"shard-\d+")
 _SEGMENT: Final = re.compile(r"segment-\d+\.log")
 _ATTEMPTS: Final = 5
+_ANY_WIDTH: Final = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,24 +66,31 @@ def group() -> None:
 
 @app.command("list")
 def list_(directory: Directory, as_json: AsJson = False) -> None:
-    """List the live rollouts: calls, generated ids, and what masks them."""
+    """List the live rollouts: id, calls, generated ids, version, and what masks them.
+
+    On a terminal a table; in a pipe or a file these columns with tabs between, without a head. Totals go to stderr.
+    """
     logs = _scan(directory)
     total = sum(len(log.report.rollouts) for log in logs)
+    on_terminal = Console().is_terminal
     table = Table()
     for column in ("rollout", "calls", "generated ids", "version", "incomplete", "problems"):
         table.add_column(column, justify="right" if column in ("calls", "generated ids", "version") else "left")
     for snapshot in _with_progress(_snapshots(logs), total, "reading"):
         row = _row(snapshot)
+        numbers = [row[name] for name in ("calls", "generated_ids", "version")]
+        reasons = [_counted(snapshot.incomplete), _counted(problem.reason for problem in snapshot.problems)]
         if as_json:
             typer.echo(json.dumps(row))
+        elif on_terminal:
+            table.add_row(row["rollout_id"], *(f"{number:,}" for number in numbers), *map(escape, reasons))
         else:
-            numbers = (f"{row[name]:,}" for name in ("calls", "generated_ids", "version"))
-            reasons = (_counted(snapshot.incomplete), _counted(problem.reason for problem in snapshot.problems))
-            table.add_row(row["rollout_id"], *numbers, *map(escape, reasons))
+            typer.echo("\t".join([row["rollout_id"], *map(str, numbers), *reasons]))
     if as_json:
         return
-    console = Console(soft_wrap=True, highlight=False)
-    console.print(table)
+    if on_terminal:
+        _print_whole(table)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
     consumed = sum(len(log.report.consumed) for log in logs)
     size = sum(log.report.size_bytes for log in logs)
     kept = f", {consumed:,} consumed and kept" if consumed else ""
@@ -241,6 +255,13 @@ def _row(snapshot: Snapshot) -> dict[str, Any]:
         "incomplete": snapshot.incomplete,
         "problems": [asdict(problem) for problem in snapshot.problems],
     }
+
+
+def _print_whole(table: Table) -> None:
+    """As wide as its contents: in a narrow terminal lines wrap, where a table made to fit would cut ids short."""
+    console = Console()
+    widest = console.measure(table, options=console.options.update(width=_ANY_WIDTH)).maximum
+    Console(width=max(widest, console.width), soft_wrap=True, highlight=False).print(table)
 
 
 def _counted(reasons: Iterable[str]) -> str:

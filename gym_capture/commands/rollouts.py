@@ -21,8 +21,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
 
 from gym_capture.auth import Keyring
+from gym_capture.commands.loading import one_line
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
 from gym_capture.rollouts.ledger import read_job
@@ -155,8 +157,9 @@ def with_progress(
 ) -> JobSummary:
     """Runs `play` under a progress bar that shows the mean reward so far and what failed."""
     finished, failed, rewards = 0, 0, 0.0
+    spinner = SpinnerColumn(finished_text="[green]✓")
     columns = (
-        SpinnerColumn(finished_text="[green]✓"),
+        spinner,
         TextColumn("rollouts"),
         BarColumn(),
         MofNCompleteColumn(),
@@ -172,24 +175,40 @@ def with_progress(
                 finished, rewards = finished + 1, rewards + row.reward
             else:
                 failed += 1
-            mean = f"mean reward {rewards / finished:.3f}" if finished else ""
-            progress.update(bar, advance=1, description=mean + (f", [red]{failed} failed" if failed else ""))
+            shown = [f"mean reward {rewards / finished:.3f}"] if finished else []
+            shown += [f"[red]{failed} failed"] if failed else []
+            spinner.finished_text = _mark(finished=finished, failed=failed)
+            progress.update(bar, advance=1, description=", ".join(shown))
 
         summary = play(on_row)
+        spinner.finished_text = _mark(finished=summary.finished, failed=summary.failed)
         progress.update(bar, completed=len(summary.rows))
         return summary
+
+
+def _mark(*, finished: int, failed: int) -> Text:
+    if not failed:
+        return Text("✓", style="green")
+    return Text("!", style="yellow") if finished else Text("✗", style="red")
 
 
 def summarized(summary: JobSummary, url: str) -> str:
     """One line on how a job ended that played against `url`."""
     parts = [f"{summary.finished} of {len(summary.rows)} rollouts finished"]
+    if summary.failed:
+        parts.append(f"{summary.failed} failed for good")
     if summary.resumed:
-        parts.append(f"{summary.resumed} of them before")
+        parts.append(f"{summary.resumed} were over before this run")
     if summary.failures:
         reasons = ", ".join(f"{reason} {count}x" for reason, count in summary.failures.most_common())
         parts.append(f"failed attempts: {reasons}")
+    first = next((row for row in summary.rows if row.status == "failed"), None)
+    if first is not None:
+        parts.append(f"the first to fail, {first.rollout_id}: {one_line(first.detail or first.error or '')}")
     if summary.failed and summary.failures["connection"]:
         parts.append(f"calls could not connect to {url}: is `serve run` still up?")
+    if summary.failed and summary.resumed == len(summary.rows):
+        parts.append("nothing was left to play: name another --out to start anew")
     return "; ".join(parts)
 
 

@@ -14,13 +14,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Environment, Observation
+
+_LONGEST_DETAIL: Final = 500
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class Failed:
     detail: str
     n_calls: int = 0
     retryable: bool = True
+    ends_job: bool = False
+    """The fault is none of this rollout: every other call of the job would meet it too."""
 
 
 Outcome: TypeAlias = Completed | Failed
@@ -160,15 +164,24 @@ def _echo(message: ChatCompletionMessage) -> dict[str, Any]:
 
 
 def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
-    detail = str(error)[:500]
+    detail = str(error)[:_LONGEST_DETAIL]
     if isinstance(error, openai.APITimeoutError):
         return Failed("call_timeout", detail, n_calls)
     if isinstance(error, openai.APIConnectionError):
         return Failed("connection", detail, n_calls)
     if isinstance(error, openai.APIStatusError):
         status = error.status_code
+        detail = f"HTTP {status}: {_said(error)}"
         if status >= 500 or status in (408, 409, 429):
-            return Failed("server_error", f"HTTP {status}: {detail}", n_calls)
+            return Failed("server_error", detail, n_calls)
+        if status in (401, 403):
+            return Failed("unauthorized", detail, n_calls, retryable=False, ends_job=True)
         # 404 is also what a proxy says while its routes change.
-        return Failed("refused", f"HTTP {status}: {detail}", n_calls, retryable=status == 404)
+        return Failed("refused", detail, n_calls, retryable=status == 404)
     return Failed("malformed_reply", detail, n_calls)
+
+
+def _said(error: openai.APIStatusError) -> str:
+    """The server's own message, where the body has one."""
+    message = error.body.get("message") if isinstance(error.body, Mapping) else None
+    return (message if isinstance(message, str) and message else str(error))[:_LONGEST_DETAIL]

@@ -2,8 +2,10 @@
 
 Invariant: the job ends with one row for each rollout, however its rollouts went. A failed attempt - the model, the
 agent, the environment, the clock - is a failure row and a retry up to a limit, then a reward-0 row; it is never an
-exception out of the job. Rollout ids follow from job, task and sample, so a job that is started again plays exactly
-the rollouts that have no row yet, and what an earlier attempt left on the server is cleared before each attempt.
+exception out of the job. The one exception is what every rollout would meet, such as a missing token: it ends the job
+and leaves no row, so that the job, started again with the fault mended, plays as if for the first time. Rollout ids
+follow from job, task and sample, so a job that is started again plays exactly the rollouts that have no row yet, and
+what an earlier attempt left on the server is cleared before each attempt.
 
 Flow: pending rollouts -> `concurrency` workers -> clear stale records -> environment and harness, on a clock that
 starts once a worker is free -> score -> row. Cancelling the job (Ctrl-C) leaves rollouts in flight without a row.
@@ -105,7 +107,10 @@ class RolloutJob:
                 yield Rollout(rollout_id, task, sample)
 
     async def run(self, *, on_row: Callable[[RolloutRow], None] = lambda row: None) -> JobSummary:
-        """Plays what has no row yet. `on_row` is told of each new row."""
+        """Plays what has no row yet. `on_row` is told of each new row.
+
+        Raises `ConfigError` if the server does not admit the job's calls.
+        """
         every = list(self.rollouts())
         with Ledger(self.directory, self._identity()) as ledger:
             ledger.forget([row.rollout_id for row in ledger.rows.values() if self._deserves_more(row)])
@@ -117,9 +122,13 @@ class RolloutJob:
                 for rollout in queue:
                     on_row(await self._settle(rollout, ledger, failed_attempts=attempts[rollout.rollout_id]))
 
-            async with asyncio.TaskGroup() as workers:
-                for _ in range(min(self.options.concurrency, len(pending))):
-                    workers.create_task(worker())
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(min(self.options.concurrency, len(pending))):
+                        workers.create_task(worker())
+            except BaseExceptionGroup as group:
+                # The first error cancelled the other workers; some of them may have met the same.
+                raise group.exceptions[0] from None
             return JobSummary(
                 rows=tuple(ledger.rows[rollout.rollout_id] for rollout in every),
                 resumed=len(every) - len(pending),
@@ -145,6 +154,11 @@ class RolloutJob:
             attempt += 1
             started_at, clock = time.time(), time.monotonic()
             outcome = await self._attempt(rollout)
+            if isinstance(outcome, Failed) and outcome.ends_job:
+                raise ConfigError(
+                    f"the server does not admit the job's calls: {outcome.detail} - name its secret file with "
+                    "--secret-file; nothing counts as failed by this, the same command plays it"
+                )
             row = _row(rollout, outcome, attempts=attempt, started_at=started_at, wall_s=time.monotonic() - clock)
             if isinstance(outcome, Failed):
                 ledger.add_failure(_failure(rollout, outcome, attempt))

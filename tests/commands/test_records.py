@@ -21,6 +21,7 @@ from gym_capture.conformance.support import run_call
 from gym_capture.data.schema import SCHEMA, rows, to_table
 from gym_capture.errors import ConfigError
 from gym_capture.records import Continues, TokenEntry
+from gym_capture.serving.config import StateArgs
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments
@@ -90,14 +91,55 @@ def damage(shard: Path, frame: int) -> None:
 def test_rollouts_are_listed(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert records("list", state) == 0
     shown = capsys.readouterr()
-    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.out.splitlines() if "│" in line]
-    assert cells == [
+    assert [line.split("\t") for line in shown.out.splitlines()] == [
         ["r1", "2", "4", "4", "", ""],
         ["r2", "1", "2", "4", "dangling_intent 2x", ""],
         ["r3", "1", "2", "2", "", ""],
     ]
-    assert "3 rollouts, 1 consumed and kept; 2 logs" in shown.out
-    assert shown.err == ""
+    assert shown.err.startswith("3 rollouts, 1 consumed and kept; 2 logs")
+
+
+@pytest.mark.parametrize("force_color", [{}, {"FORCE_COLOR": "1"}])
+def test_an_id_is_never_cut_short(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    force_color: dict[str, str],
+) -> None:
+    ids = [f"{'long-job-name-' * 8}{sample}" for sample in range(2)]
+
+    async def write() -> None:
+        store = await LogStore.open(tmp_path / "shard-0000")
+        for rollout_id in ids:
+            await run_call(store, rollout_id, "c1")
+        await store.close()
+
+    asyncio.run(write())
+    for name, value in ({"COLUMNS": "40"} | force_color).items():
+        monkeypatch.setenv(name, value)
+    assert records("list", tmp_path) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [sum(rollout_id in line for line in lines) for rollout_id in ids] == [1, 1]
+    assert any("│" in line for line in lines) == bool(force_color)
+
+
+def test_without_a_directory_the_records_of_a_graph_that_names_none_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    async def write() -> None:
+        store = await LogStore.open(StateArgs().directory.expanduser() / "shard-0000")
+        await run_call(store, "r1", "c1")
+        await store.close()
+
+    assert records("list") == 2
+    assert "does not exist" in capsys.readouterr().err
+    asyncio.run(write())
+    assert records("list") == records("verify") == records("export", "--out", tmp_path / "out") == 0
+    assert capsys.readouterr().out.startswith("r1\t1\t")
+    assert records("list", "--help") == 0
+    assert "[default: (~/.cache/gym-capture/records)]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_one_shard_is_a_log_of_its_own_and_json_is_for_machines(
@@ -119,9 +161,9 @@ def test_one_shard_is_a_log_of_its_own_and_json_is_for_machines(
 def test_a_damaged_log_is_listed_and_says_so(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     damage(state / "shard-0000", 1)
     assert records("list", state) == 0
-    shown = capsys.readouterr().out
-    assert "corrupt_log" in shown
-    assert f"damaged: `gym-capture records verify {state}` says where" in shown
+    shown = capsys.readouterr()
+    assert "corrupt_log" in shown.out
+    assert f"damaged: `gym-capture records verify {state}` says where" in shown.err
 
 
 def test_shards_without_records_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,7 +172,7 @@ def test_shards_without_records_are_no_error(tmp_path: Path, capsys: pytest.Capt
 
     asyncio.run(open_and_close())
     assert records("list", tmp_path) == records("verify", tmp_path) == 0
-    assert "0 rollouts; 1 log" in capsys.readouterr().out
+    assert "0 rollouts; 1 log" in capsys.readouterr().err
 
 
 # --- verify ------------------------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def row(sample: int, *, failed: bool = False) -> RolloutRow:
         n_calls=3,
         attempts=1,
         error="connection" if failed else None,
+        detail="nobody\nthere" if failed else None,
         started_at=0.0,
         wall_s=1.0,
     )
@@ -67,14 +68,43 @@ def test_the_bar_shows_the_mean_reward_and_what_failed() -> None:
     summary = with_progress(play, total=3, console=Console(file=output, width=120))
     assert "3/3 mean reward 0.500, 1 failed" in output.getvalue()
     assert summarized(summary, "http://here") == (
-        "2 of 3 rollouts finished; failed attempts: connection 3x; "
-        "calls could not connect to http://here: is `serve run` still up?"
+        "2 of 3 rollouts finished; 1 failed for good; failed attempts: connection 3x; "
+        "the first to fail, j.t.1: nobody there; calls could not connect to http://here: is `serve run` still up?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "mark", "shown"),
+    [
+        ((row(0), row(1)), "✓", "mean reward 0.500"),
+        ((row(0), row(1, failed=True)), "!", "mean reward 0.500, 1 failed"),
+        ((row(0, failed=True), row(1, failed=True)), "✗", "2/2 2 failed"),
+    ],
+)
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_mark_says_how_it_went(rows: tuple[RolloutRow, ...], mark: str, shown: str, *, resumed: bool) -> None:
+    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
+        for each in () if resumed else rows:
+            on_row(each)
+        return JobSummary(rows, resumed=2 * resumed, failures=Counter())
+
+    output = io.StringIO()
+    with_progress(play, total=2, console=Console(file=output, width=120))
+    assert output.getvalue().strip().startswith(f"{mark} rollouts")
+    assert resumed or shown in output.getvalue()
+
+
+def test_a_job_of_which_everything_failed_before_says_what_to_do() -> None:
+    line = summarized(JobSummary((row(0, failed=True),), resumed=1, failures=Counter(refused=1)), "http://here")
+    assert line == (
+        "0 of 1 rollouts finished; 1 failed for good; 1 were over before this run; failed attempts: refused 1x; "
+        "the first to fail, j.t.0: nobody there; nothing was left to play: name another --out to start anew"
     )
 
 
 def test_a_resumed_job_says_so() -> None:
     assert summarized(JobSummary((row(0), row(1)), resumed=1, failures=Counter()), "http://here") == (
-        "2 of 2 rollouts finished; 1 of them before"
+        "2 of 2 rollouts finished; 1 were over before this run"
     )
 
 

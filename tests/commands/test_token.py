@@ -24,15 +24,22 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(stop.value.code or 0), said.out, said.err
 
 
-def test_one_line_for_each_token(secret_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("what", ["r1", "--read", "--untracked"])
+def test_a_token_alone_is_printed_bare(secret_file: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
+    keys = Keyring.from_file(secret_file)
+    expected = {"r1": keys.rollout_token("r1"), "--read": keys.read_token(), "--untracked": keys.untracked_token()}
+    assert run(capsys, what, "--secret-file", str(secret_file)) == (0, f"{expected[what]}\n", "")
+
+
+def test_several_tokens_say_what_each_is_for(secret_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = Keyring.from_file(secret_file)
     code, out, _ = run(capsys, "r1", "r2", "--read", "--untracked", "--secret-file", str(secret_file))
     assert code == 0
-    assert out.split() == [
-        keys.rollout_token("r1"),
-        keys.rollout_token("r2"),
-        keys.untracked_token(),
-        keys.read_token(),
+    assert [line.split("\t") for line in out.splitlines()] == [
+        ["r1", keys.rollout_token("r1")],
+        ["r2", keys.rollout_token("r2")],
+        ["--untracked", keys.untracked_token()],
+        ["--read", keys.read_token()],
     ]
 
 

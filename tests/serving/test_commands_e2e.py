@@ -45,7 +45,7 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     assert all(row["n_calls"] == 3 for row in rows)
 
     again = gym_capture(*play)
-    assert "4 of 4 rollouts finished; 4 of them before" in again.stderr
+    assert "4 of 4 rollouts finished; 4 were over before this run" in again.stderr
 
     built = gym_capture(
         "build-job", tmp_path / "job" / "rollouts.jsonl", "--namespace", graph.namespace, "--out", tmp_path / "parquet"
