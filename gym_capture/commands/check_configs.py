@@ -4,16 +4,17 @@ Invariant: a file that passes holds no key that would be ignored. Ray Serve's ow
 `max_replica: 4` deploys without a word; here an unknown key is an error that names the key and the nearest known one.
 
 Flow: read the YAML (a key given twice is an error) -> Ray Serve's schema checks the values -> a walk over the same
-schema finds unknown keys -> the `args` of applications that this project builds are checked by their own model.
+schema finds unknown keys -> the `args` of applications that this project builds are checked by their own model, and by
+`graph_rules`, which asks Ray, vLLM and this machine.
 """
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 import yaml
@@ -22,6 +23,17 @@ from rich.console import Console
 from rich.markup import escape
 
 Location: TypeAlias = tuple[str | int, ...]
+
+
+class Findings(NamedTuple):
+    """What is wrong with a file or a part of it, and what may be."""
+
+    problems: list[str]
+    warnings: list[str]
+
+
+ArgsRule: TypeAlias = Callable[[Mapping[str, Any], Location], Findings]
+"""Checks the `args` of an application beyond their model; told where in the file they stand."""
 
 APP_IMPORT_PATH = "gym_capture.serving.app:build_app"
 
@@ -33,32 +45,43 @@ def command(
 ) -> None:
     """Validate Ray Serve configuration files: values, misspelt keys, and this project's own arguments.
 
-    Exits with 1 if any file has a problem; each is printed with the key it belongs to.
+    Exits with 1 if any file has a problem; each is printed with the key it belongs to. What only this machine lacks,
+    such as the model's folder, is a warning.
     """
+    from gym_capture.commands import graph_rules
     from gym_capture.serving.config import GraphArgs
 
     console = Console(soft_wrap=True, highlight=False)
     bad = 0
     for file in files:
-        problems = check_file(file, {APP_IMPORT_PATH: GraphArgs})
-        bad += bool(problems)
-        console.print(f"{'[red]wrong[/]' if problems else '[green]ok[/]   '} {escape(str(file))}")
-        for problem in problems:
+        found = check_file(file, {APP_IMPORT_PATH: GraphArgs}, {APP_IMPORT_PATH: graph_rules.check})
+        bad += bool(found.problems)
+        console.print(f"{'[red]wrong[/]' if found.problems else '[green]ok[/]   '} {escape(str(file))}")
+        for problem in found.problems:
             console.print(f"      {escape(problem)}")
+        for warning in found.warnings:
+            console.print(f"      [yellow]warning:[/] {escape(warning)}")
     if bad:
         raise typer.Exit(1)
 
 
-def check_file(file: Path, args_models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The problems of a file, none if it is sound."""
+def check_file(file: Path, args_models: Mapping[str, type[BaseModel]], args_rules: Mapping[str, ArgsRule]) -> Findings:
+    """What is wrong with a file. `args_models`, `args_rules`: what checks `args`, by application import path."""
     try:
-        return check_config(file.read_text(encoding="utf-8"), args_models)
+        text = file.read_text(encoding="utf-8")
+        found = Findings(check_config(text, args_models), [])
+        for at, application in _applications(text):
+            if application.get("import_path") in args_rules and isinstance(application.get("args"), dict):
+                further = args_rules[application["import_path"]](application["args"], (*at, "args"))
+                found = Findings(found.problems + further.problems, found.warnings + further.warnings)
+        return found
     except UnicodeDecodeError as error:
-        return [f"not UTF-8 text: {error.reason} at byte {error.start}"]
+        return Findings([f"not UTF-8 text: {error.reason} at byte {error.start}"], [])
     except OSError as error:
-        return [f"cannot be read: {error.strerror}"]
+        return Findings([f"cannot be read: {error.strerror}"], [])
     except RecursionError:
-        return ["nested too deeply to be a Serve configuration, or an alias stands inside of what it refers to"]
+        nested = "nested too deeply to be a Serve configuration, or an alias stands inside of what it refers to"
+        return Findings([nested], [])
 
 
 def check_config(text: str, args_models: Mapping[str, type[BaseModel]]) -> list[str]:
@@ -73,13 +96,24 @@ def check_config(text: str, args_models: Mapping[str, type[BaseModel]]) -> list[
     if not isinstance(data, dict):
         return ["not a mapping: a Serve configuration has `applications` at its top"]
     problems += _invalid_values(data, ServeDeploySchema, ())
-    problems += _unknown_keys(data, ServeDeploySchema, ())
-    applications = data.get("applications")
-    for index, application in enumerate(applications if isinstance(applications, list) else ()):
-        if isinstance(application, dict) and application.get("import_path") in args_models:
+    problems += unknown_keys(data, ServeDeploySchema, ())
+    for at, application in _applications(text):
+        if application.get("import_path") in args_models:
             model = args_models[application["import_path"]]
-            problems += _invalid_values(application.get("args") or {}, model, ("applications", index, "args"))
+            problems += _invalid_values(application.get("args") or {}, model, (*at, "args"))
     return problems
+
+
+def _applications(text: str) -> Iterator[tuple[Location, dict[str, Any]]]:
+    """The applications of a file's text, as far as it has some."""
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError:
+        return
+    applications = data.get("applications") if isinstance(data, dict) else None
+    for index, application in enumerate(applications if isinstance(applications, list) else ()):
+        if isinstance(application, dict):
+            yield ("applications", index), application
 
 
 def _invalid_values(data: object, model: type[BaseModel], at: Location) -> Iterator[str]:
@@ -89,16 +123,21 @@ def _invalid_values(data: object, model: type[BaseModel], at: Location) -> Itera
         for problem in error.errors(include_url=False, include_context=False, include_input=False):
             where = (*at, *problem["loc"])
             if problem["type"] == "extra_forbidden":
-                yield _unknown(where, _known_keys(model, problem["loc"][:-1]))
+                yield unknown(where, _known_keys(model, problem["loc"][:-1]))
             else:
-                yield f"{_dotted(where)}: {problem['msg']}"
+                yield f"{dotted(where)}: {problem['msg']}"
 
 
-def _unknown_keys(data: object, annotation: object, at: Location) -> Iterator[str]:
-    """Walks `data` beside the types of the schema, which itself would drop what it does not know."""
+def unknown_keys(data: object, annotation: object, at: Location) -> Iterator[str]:
+    """Walks `data` beside the types of the schema, which itself would drop what it does not know.
+
+    A `runtime_env` is any mapping to the schema; its keys are those that Ray knows.
+    """
+    from ray.runtime_env import RuntimeEnv
+
     if isinstance(data, list):
         for index, element in enumerate(data):
-            yield from _unknown_keys(element, annotation, (*at, index))
+            yield from unknown_keys(element, annotation, (*at, index))
         return
     model = _model_in(annotation)
     if model is None or not isinstance(data, dict):
@@ -106,10 +145,13 @@ def _unknown_keys(data: object, annotation: object, at: Location) -> Iterator[st
     fields = _fields(model)
     forbids_itself = model.model_config.get("extra") == "forbid"
     for key, value in data.items():
-        if key in fields:
-            yield from _unknown_keys(value, fields[key], (*at, key))
+        if key == "runtime_env" and key in fields and isinstance(value, dict):
+            known = RuntimeEnv.known_fields
+            yield from (unknown((*at, key, name), known) for name in value if name not in known)
+        elif key in fields:
+            yield from unknown_keys(value, fields[key], (*at, key))
         elif not forbids_itself:
-            yield _unknown((*at, key), fields)
+            yield unknown((*at, key), fields)
 
 
 def _known_keys(model: type[BaseModel], location: Sequence[str | int]) -> Mapping[str, object]:
@@ -134,12 +176,17 @@ def _model_in(annotation: object) -> type[BaseModel] | None:
     return next((model for part in typing.get_args(annotation) if (model := _model_in(part)) is not None), None)
 
 
-def _unknown(where: Location, known: Mapping[str, object]) -> str:
-    near = get_close_matches(str(where[-1]), known, n=1)
-    return f"{_dotted(where)}: unknown key" + (f", did you mean `{near[0]}`?" if near else "")
+def unknown(where: Location, known: Collection[str]) -> str:
+    return f"{dotted(where)}: unknown key{nearest(str(where[-1]), known)}"
 
 
-def _dotted(where: Location) -> str:
+def nearest(name: str, known: Collection[str]) -> str:
+    """The end of a line on a name that is not known, with the known one that was meant, if there is one."""
+    near = get_close_matches(name, sorted(known), n=1)
+    return f", did you mean `{near[0]}`?" if near else ""
+
+
+def dotted(where: Location) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
     return text.removeprefix(".") or "the file"
 
@@ -155,6 +202,6 @@ def _repeated_keys(node: Any, at: Location) -> Iterator[str]:
             name = str(key.value)
             where = (*at, name)
             if name in seen:
-                yield f"{_dotted(where)}: given twice, the second time in line {key.start_mark.line + 1}"
+                yield f"{dotted(where)}: given twice, the second time in line {key.start_mark.line + 1}"
             seen.add(name)
             yield from _repeated_keys(value, where)

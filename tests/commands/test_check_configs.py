@@ -62,6 +62,16 @@ def test_a_sound_file_has_no_problems() -> None:
             "max_replica",
             "applications[0].deployments[0].autoscaling_config.max_replica: unknown key, did you mean `max_replicas`?",
         ),
+        (
+            "num_cpus: 1",
+            "runtime_env: {env_var: {}}",
+            "applications[0].deployments[0].ray_actor_options.runtime_env.env_var: unknown key, did you mean",
+        ),
+        (
+            "route_prefix: /",
+            "runtime_env: {pipp: []}",
+            "applications[0].runtime_env.pipp: unknown key, did you mean `pip`?",
+        ),
         ("user_config", "zzz", "applications[0].deployments[0].zzz: unknown key"),
         (
             "max_model_len",

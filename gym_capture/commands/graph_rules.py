@@ -1,0 +1,73 @@
+"""What the schema of the graph's arguments leaves open, and Ray, vLLM or this machine can tell.
+
+Invariant: a problem is what no machine would take: a name that the installed Ray or vLLM does not know. What another
+machine may have - a folder, a secret - is only a warning where it is missing.
+
+Flow: the `args` of one application, as they stand in the file -> `check` -> problems and warnings, each with its key.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+from ray.serve.schema import RayActorOptionsSchema
+
+from gym_capture.auth import Keyring
+from gym_capture.commands.check_configs import Findings, Location, dotted, nearest, unknown, unknown_keys
+from gym_capture.commands.model import SmallModel
+from gym_capture.errors import ConfigError
+from gym_capture.serving.config import GraphArgs, Object
+
+
+def check(args: Mapping[str, Any], at: Location) -> Findings:
+    """`at`: where in the file `args` stands. Imports vLLM, which takes seconds, if the arguments use its names."""
+    problems = list(unknown_keys(_object(args, "ray_actor_options"), RayActorOptionsSchema, (*at, "ray_actor_options")))
+    engine = GraphArgs.model_fields["engine"].default
+    if args.get("engine", engine) == engine:
+        problems += _unknown_to_vllm(args, at)
+    return Findings(problems, list(_not_here(args, at)))
+
+
+def _unknown_to_vllm(args: Mapping[str, Any], at: Location) -> Iterator[str]:
+    engine_args = _object(args, "engine_args")
+    parsers = {key: args[key] for key in ("tool_parser", "reasoning_parser") if isinstance(args.get(key), str)}
+    if not engine_args and not parsers:
+        return
+    try:
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+    except ImportError:
+        return  # a machine that checks files need not be one that serves
+    fields = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
+    yield from (unknown((*at, "engine_args", key), fields) for key in engine_args if key not in fields)
+    registered = {
+        "tool_parser": ToolParserManager.list_registered(),
+        "reasoning_parser": ReasoningParserManager.list_registered(),
+    }
+    for key, name in parsers.items():
+        if name not in registered[key]:
+            yield f"{dotted((*at, key))}: vLLM has no {name!r}{nearest(name, registered[key])}"
+
+
+def _not_here(args: Mapping[str, Any], at: Location) -> Iterator[str]:
+    model, secret_file = args.get("model"), args.get("secret_file")
+    if isinstance(model, str) and model not in list(SmallModel) and not Path(model).expanduser().is_dir():
+        yield f"{dotted((*at, 'model'))}: {model!r} is no folder of this machine, nor one of {', '.join(SmallModel)}"
+    if isinstance(secret_file, str):
+        try:
+            Keyring.from_file(Path(secret_file))
+        except ConfigError as error:
+            yield f"{dotted((*at, 'secret_file'))}: {error.message}"
+
+
+def _object(args: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An argument that may be written as JSON. One that is no object is for the schema to report, and empty here."""
+    try:
+        return TypeAdapter[dict[str, Any]](Object).validate_python(args.get(key))
+    except ValidationError:
+        return {}

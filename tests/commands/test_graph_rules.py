@@ -1,0 +1,89 @@
+"""Names that Ray and vLLM do not know are problems; what only this machine lacks is a warning."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from gym_capture import cli
+from gym_capture.commands.graph_rules import check
+from gym_capture.models import tiny_dir
+
+AT = ("args",)
+SOUND: dict[str, Any] = {
+    "model": "tiny",
+    "tool_parser": "hermes",
+    "reasoning_parser": "qwen3",
+    "engine_args": {"max_model_len": 4096, "dtype": "float32"},
+    "ray_actor_options": {"num_cpus": 2, "label_selector": {"a": "b"}, "runtime_env": {"env_vars": {"A": "b"}}},
+}
+
+
+def test_sound_arguments_have_neither_problems_nor_warnings(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    assert check(SOUND, AT) == ([], [])
+    assert check(SOUND | {"model": str(tiny_dir()), "secret_file": str(secret)}, AT) == ([], [])
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"ray_actor_options": {"num_cpu": 1}}, "ray_actor_options.num_cpu: unknown key, did you mean `num_cpus`?"),
+        (
+            {"ray_actor_options": {"runtime_env": {"env_var": {}}}},
+            "ray_actor_options.runtime_env.env_var: unknown key, did you mean `env_vars`?",
+        ),
+        ({"engine_args": {"max_model_length": 1}}, "engine_args.max_model_length: unknown key, did you mean"),
+        ({"tool_parser": "hermess"}, "tool_parser: vLLM has no 'hermess', did you mean `hermes`?"),
+        ({"reasoning_parser": "qwen33"}, "reasoning_parser: vLLM has no 'qwen33', did you mean `qwen3`?"),
+    ],
+)
+def test_a_name_that_nobody_knows_is_a_problem(args: dict[str, Any], problem: str, *, as_json: bool) -> None:
+    if as_json:
+        args = {key: json.dumps(value) if isinstance(value, dict) else value for key, value in args.items()}
+    ((found,), warnings) = check(SOUND | args, AT)
+    assert found.startswith(f"args.{problem}")
+    assert warnings == []
+
+
+def test_arguments_of_another_engine_are_left_to_it() -> None:
+    args = {"engine": "mine:start", "engine_args": {"anything": 1}, "tool_parser": "mine"}
+    assert check(SOUND | args, AT) == ([], [])
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "{", "text", [1]])
+def test_what_is_no_object_is_left_to_the_schema(wrong: object) -> None:
+    args = dict.fromkeys(("engine_args", "ray_actor_options", "tool_parser", "model", "secret_file"), wrong)
+    assert check(args if not isinstance(wrong, str) else {"engine_args": wrong}, AT) == ([], [])
+
+
+def test_what_only_this_machine_lacks_is_a_warning() -> None:
+    problems, warnings = check(SOUND | {"model": "/not/here", "secret_file": "/nor/here"}, AT)
+    assert problems == []
+    assert warnings == [
+        "args.model: '/not/here' is no folder of this machine, nor one of smollm2, tiny",
+        "args.secret_file: cannot read the secret /nor/here: No such file or directory",
+    ]
+
+
+@pytest.mark.parametrize(("change", "code", "verdict"), [({}, 0, "ok"), ({"tool_parser": "x"}, 1, "wrong")])
+def test_a_warning_does_not_make_a_file_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], code: int, verdict: str
+) -> None:
+    args = SOUND | {"model": "/not/here"} | change
+    application = {"name": "a", "import_path": "gym_capture.serving.app:build_app", "args": args}
+    file = tmp_path / "graph.yaml"
+    file.write_text(yaml.safe_dump({"applications": [application]}))
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["check-configs", str(file)])
+    assert stop.value.code == code
+    shown = capsys.readouterr().out
+    assert shown.startswith(verdict)
+    assert "warning: applications[0].args.model: '/not/here' is no folder" in shown
+    assert ("applications[0].args.tool_parser: vLLM has no 'x'" in shown) == bool(change)
