@@ -22,6 +22,7 @@ from pydantic import (
 from gym_capture.dialects import fields
 from gym_capture.errors import InvalidRequestError
 from gym_capture.serving.state import LINEAGE_BYTES, WAITING_BYTES
+from gym_capture.stores import DEFAULT_DIRECTORY
 
 
 def _json_if_string(value: object) -> object:
@@ -58,7 +59,7 @@ class StateArgs(BaseModel):
     store: str = "gym_capture.stores.log:LogStore.open"
     """Import path `module:factory` of the store that a shard hosts; called with `directory=` and `store_kwargs`."""
     store_kwargs: Object = Field(default_factory=dict)
-    directory: Path = Path("~/.cache/gym-capture/records")
+    directory: Path = DEFAULT_DIRECTORY
     """Where the shards keep their logs: with one replica, on storage that outlives the node."""
     replicas: Literal[1, 2] = 1
     """2: each shard's log has a second copy on another node, written before anything is acknowledged."""
