@@ -444,8 +444,8 @@ def _is_repetition(http: Request) -> bool:
 
 
 def _call_headers(live: LiveCall) -> dict[str, str]:
-    """The call's id where OpenAI's and Anthropic's libraries look for the id of a request."""
-    return {"x-request-id": live.call_id, "request-id": live.call_id}
+    """The call's id, where Anthropic's library looks for the id of a request; `x-request-id` is Serve's own."""
+    return {"request-id": live.call_id}
 
 
 def _identity(live: LiveCall, request: ModelRequest) -> ReplyIdentity:
