@@ -18,6 +18,11 @@ CPU_DEMO = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 NAMESPACE = "end-to-end"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Tests of the served graph come last: a process drives one Ray cluster at a time, and the graph's stays."""
+    items.sort(key=lambda item: "graph" in item.fixturenames)
+
+
 @pytest.fixture(scope="session")
 def template() -> HfChatTemplate:
     """A real tokenizer with the project's own chat template."""
