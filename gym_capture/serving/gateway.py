@@ -92,7 +92,7 @@ def build_gateway(
     model = _model(model_name, max_model_len)
 
     async def count_tokens(request: Request) -> Response:
-        return await edge.count(request, rollout_id=request.path_params.get("rollout_id"))
+        return await _classified(_MESSAGES, edge.count(request))
 
     async def models(request: Request) -> Response:
         ids = {"first_id": model_name, "last_id": model_name, "has_more": False}
@@ -113,10 +113,10 @@ def build_gateway(
         return JSONResponse({"status": "ok" if is_well else "failing", **parts}, status_code=200 if is_well else 503)
 
     async def stats(request: Request) -> Response:
-        return await edge.stats()
+        return await _classified(_CHAT, edge.stats())
 
     async def records(request: Request) -> Response:
-        return await edge.records(request, request.path_params["rollout_id"])
+        return await _classified(_CHAT, edge.records(request))
 
     for prefix in _PREFIXES:
         routes: list[tuple[str, str, _Handler]] = [
@@ -180,7 +180,7 @@ def _model(name: str, max_model_len: int) -> dict[str, Any]:
 
 def _answering(edge: _Edge, dialect: Dialect) -> _Handler:
     async def answer(request: Request) -> Response:
-        return await edge.answer(request, dialect, rollout_id=request.path_params.get("rollout_id"))
+        return await _classified(dialect, edge.call(request, dialect))
 
     return answer
 
@@ -218,54 +218,40 @@ class _Edge:
 
     async def stats(self) -> Response:
         """What the state actors count, over all replicas."""
-        try:
-            found = await self._service.stats()
-        except Exception as error:  # noqa: BLE001 - the boundary that classifies
-            return _error_response(_CHAT, classify(error))
+        found = await self._service.stats()
         if found is None:
             return JSONResponse({"capture": False})
         eligible = found.prefix_requested
         ratio = None if eligible == 0 else found.prefix_supplied / eligible
         return JSONResponse({"capture": True, "prefix_supplied_ratio": ratio, **asdict(found)})
 
-    async def records(self, http: Request, rollout_id: str) -> Response:
+    async def records(self, http: Request) -> Response:
         """Everything that is recorded of a rollout, token ids included."""
-        try:
-            if self._keyring is not None:
-                self._keyring.admit_reader(http.headers)
-            snapshot = await self._service.snapshot(rollout_id)
-            body = await asyncio.to_thread(snapshot_json, snapshot)
-            return Response(body, media_type=_JSON)
-        except Exception as error:  # noqa: BLE001 - the boundary that classifies
-            return _error_response(_CHAT, classify(error))
+        if self._keyring is not None:
+            self._keyring.admit_reader(http.headers)
+        snapshot = await self._service.snapshot(http.path_params["rollout_id"])
+        return Response(await asyncio.to_thread(snapshot_json, snapshot), media_type=_JSON)
 
-    async def count(self, http: Request, *, rollout_id: str | None) -> Response:
+    async def count(self, http: Request) -> Response:
         """How long the prompt of a Messages request would be."""
-        try:
-            if self._keyring is not None:
-                self._keyring.admit_call(http.headers, rollout_id)
-            request = await _parsed(_MESSAGES.parse_count, await _body(http, self._max_body_bytes))
-            tokens = await self._service.count(request, rollout_id=rollout_id)
-            return Response(_MESSAGES.count(tokens), media_type=_JSON)
-        except ClientDisconnect:
-            return Response(status_code=_GONE)
-        except Exception as error:  # noqa: BLE001 - the boundary that classifies
-            return _error_response(_MESSAGES, classify(error))
+        rollout_id = http.path_params.get("rollout_id")
+        request = await _parsed(_MESSAGES.parse_count, await self._admitted(http, rollout_id))
+        return Response(_MESSAGES.count(await self._service.count(request, rollout_id=rollout_id)), media_type=_JSON)
 
-    async def answer(self, http: Request, dialect: Dialect, *, rollout_id: str | None) -> Response:
-        try:
-            if self._keyring is not None:
-                self._keyring.admit_call(http.headers, rollout_id)
-            body = await _body(http, self._max_body_bytes)
-            request = await _parsed(dialect.parse, body)
-            live = self._joined(http, dialect, request, body, rollout_id=rollout_id)
-            if request.stream:
-                return await self._streamed(http, live, request, dialect)
-            return await self._whole(http, live, request, dialect)
-        except ClientDisconnect:  # while its body was still on the way
-            return Response(status_code=_GONE)
-        except Exception as error:  # noqa: BLE001 - the boundary that classifies
-            return _error_response(dialect, classify(error))
+    async def call(self, http: Request, dialect: Dialect) -> Response:
+        """One model call."""
+        rollout_id = http.path_params.get("rollout_id")
+        body = await self._admitted(http, rollout_id)
+        request = await _parsed(dialect.parse, body)
+        live = self._joined(http, dialect, request, body, rollout_id=rollout_id)
+        answer = self._streamed if request.stream else self._whole
+        return await answer(http, live, request, dialect)
+
+    async def _admitted(self, http: Request, rollout_id: str | None) -> bytes:
+        """The body of a request that may call the model as this rollout."""
+        if self._keyring is not None:
+            self._keyring.admit_call(http.headers, rollout_id)
+        return await _body(http, self._max_body_bytes)
 
     def _joined(
         self, http: Request, dialect: Dialect, request: ModelRequest, body: bytes, *, rollout_id: str | None
@@ -318,6 +304,16 @@ async def _frames(live: LiveCall, encoder: StreamEncoder, *, keep_alive_s: float
     reply = await asyncio.shield(live.running)
     assert live.begun is not None
     yield (b"" if has_started else encoder.start(live.begun.prompt_tokens)) + encoder.finish(reply)
+
+
+async def _classified(dialect: Dialect, answer: Awaitable[Response]) -> Response:
+    """The answer, or what its failure is to a client of this dialect: what fails before a reply begins ends here."""
+    try:
+        return await answer
+    except ClientDisconnect:  # while its body was still on the way
+        return Response(status_code=_GONE)
+    except Exception as error:  # noqa: BLE001 - the boundary that classifies
+        return _error_response(dialect, classify(error))
 
 
 async def _well(check: Awaitable[object]) -> str:
