@@ -63,7 +63,7 @@ class MessagesDialect:
                 "end the conversation with a user message",
                 param="messages",
             )
-        max_tokens = fields.integer(data, "max_tokens", minimum=1)
+        max_tokens = fields.count(data, "max_tokens", minimum=1)
         if max_tokens is None:
             raise InvalidRequestError("max_tokens is missing", param="max_tokens")
         tool_choice, parallel_tool_calls = _tool_choice(data.get("tool_choice"), conversation.tools)
@@ -290,8 +290,8 @@ def _sampling(data: Mapping[str, Any]) -> dict[str, Any]:
     if (top_k := fields.integer(data, "top_k")) is not None:
         found["top_k"] = top_k
     stop = data.get("stop_sequences")
-    if stop is not None and (texts := fields.strings(stop, "stop_sequences")):
-        found["stop"] = list(texts)
+    if stop is not None and (texts := fields.stop_strings(stop, "stop_sequences")):
+        found["stop"] = texts
     return found
 
 

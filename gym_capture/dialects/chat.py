@@ -59,17 +59,16 @@ class ChatDialect:
 
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
-        if fields.integer(data, "n", minimum=1) not in (None, 1):
+        if fields.count(data, "n", minimum=1) not in (None, 1):
             raise InvalidRequestError("n must be 1: each captured call is one generation", param="n")
         stream = bool(fields.boolean(data, "stream"))
         options = data.get("stream_options")
         tools = _tools(data)
         top_logprobs = None
         if fields.boolean(data, "logprobs"):
-            top_logprobs = fields.integer(data, "top_logprobs", minimum=0) or 0
-        max_tokens = fields.integer(data, "max_completion_tokens", minimum=1)
-        if max_tokens is None:
-            max_tokens = fields.integer(data, "max_tokens", minimum=1)
+            top_logprobs = fields.count(data, "top_logprobs", minimum=0) or 0
+        limits = [fields.count(data, key, minimum=1) for key in ("max_completion_tokens", "max_tokens")]
+        max_tokens = next((limit for limit in limits if limit is not None), None)
         response_format = data.get("response_format")
         if response_format is not None:
             fields.mapping(response_format, "response_format")

@@ -34,7 +34,7 @@ class CompletionsDialect:
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
         for key in ("n", "best_of"):
-            if fields.integer(data, key, minimum=1) not in (None, 1):
+            if fields.count(data, key, minimum=1) not in (None, 1):
                 raise InvalidRequestError(f"{key} must be 1: each captured call is one generation", param=key)
         if fields.boolean(data, "echo"):
             raise InvalidRequestError("echo is not supported: the reply is what was generated, no more", param="echo")
@@ -46,8 +46,8 @@ class CompletionsDialect:
             conversation=Conversation(items=()),
             raw_prompt=_prompt(data),
             sampling=fields.sampling(data),
-            max_tokens=fields.integer(data, "max_tokens", minimum=1) or DEFAULT_MAX_TOKENS,
-            top_logprobs=fields.integer(data, "logprobs", minimum=0),
+            max_tokens=fields.count(data, "max_tokens", minimum=1) or DEFAULT_MAX_TOKENS,
+            top_logprobs=fields.count(data, "logprobs", minimum=0),
             stream=bool(fields.boolean(data, "stream")),
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         )

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from gym_capture.conversation import Tool
 from gym_capture.dialects.base import json_type
 from gym_capture.errors import InvalidRequestError
+
+MAX_COUNT: Final = 2**53
+"""Up to here every writer of JSON keeps integers exact."""
 
 
 def wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
@@ -32,7 +35,7 @@ def required_string(body: Mapping[str, Any], key: str, *, at: str = "") -> str:
     return value
 
 
-def integer(body: Mapping[str, Any], key: str, *, minimum: int | None = None) -> int | None:
+def integer(body: Mapping[str, Any], key: str) -> int | None:
     value = body.get(key)
     if value is None:
         return None
@@ -42,8 +45,14 @@ def integer(body: Mapping[str, Any], key: str, *, minimum: int | None = None) ->
         raise wrong_type(key, "an integer", value)
     if not -(2**63) <= value < 2**63:
         raise InvalidRequestError(f"{key} is out of range", param=key)
-    if minimum is not None and value < minimum:
-        raise InvalidRequestError(f"{key} must be at least {minimum}: got {value}", param=key)
+    return value
+
+
+def count(body: Mapping[str, Any], key: str, *, minimum: int) -> int | None:
+    """A number of something: of at most `MAX_COUNT`."""
+    value = integer(body, key)
+    if value is not None and not minimum <= value <= MAX_COUNT:
+        raise InvalidRequestError(f"{key} must be at least {minimum}, at most 2**53: got {value}", param=key)
     return value
 
 
@@ -89,7 +98,7 @@ def text(content: object, param: str, *, optional: bool = False) -> str:
     texts: list[str] = []
     for index, value in enumerate(array(content, param)):
         part = mapping(value, f"{param}.{index}")
-        kind = part.get("type", "text")
+        kind = "text" if part.get("type") is None else part["type"]
         if kind in ("text", "input_text", "output_text", "refusal"):
             piece = part.get("refusal" if kind == "refusal" else "text")
             if not isinstance(piece, str):
@@ -109,6 +118,14 @@ def strings(value: object, param: str) -> Sequence[str]:
         if not isinstance(item, str):
             raise wrong_type(f"{param}.{index}", "a string", item)
     return items
+
+
+def stop_strings(value: object, param: str) -> list[str]:
+    """Strings that end a generation: an empty one would end it before it begins."""
+    texts = list(strings(value, param))
+    if "" in texts:
+        raise InvalidRequestError(f"{param} has an empty string", param=param)
+    return texts
 
 
 def tool(
@@ -160,10 +177,8 @@ def sampling(body: Mapping[str, Any]) -> dict[str, Any]:
         if (whole := integer(body, key)) is not None:
             found[key] = whole
     stop = body.get("stop")
-    if isinstance(stop, str):
-        stop = [stop]
-    if stop is not None and (texts := strings(stop, "stop")):
-        found["stop"] = list(texts)
+    if stop is not None and (texts := stop_strings([stop] if isinstance(stop, str) else stop, "stop")):
+        found["stop"] = texts
     bias = body.get("logit_bias")
     if bias is not None:
         if len(mapping(bias, "logit_bias")) > MAX_BIASES:

@@ -52,12 +52,12 @@ class ResponsesDialect:
         offered = offer(read_tool_entries(data))
         tool_choice, tools = choose(data.get("tool_choice"), offered)
         include = () if data.get("include") is None else fields.strings(data["include"], "include")
-        top_logprobs = fields.integer(data, "top_logprobs", minimum=0) or 0
+        top_logprobs = fields.count(data, "top_logprobs", minimum=0) or 0
         return ModelRequest(
             requested_model=fields.required_string(data, "model"),
             conversation=Conversation(items=read_items(data), tools=tools),
             sampling=fields.sampling(data),
-            max_tokens=fields.integer(data, "max_output_tokens", minimum=1),
+            max_tokens=fields.count(data, "max_output_tokens", minimum=1),
             tool_choice=tool_choice,
             parallel_tool_calls=fields.boolean(data, "parallel_tool_calls"),
             response_format=_response_format(_object(data, "text")),

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
+from gym_capture.dialects.fields import MAX_COUNT
+
 Schema = Mapping[str, Any]
 
 _STRING: Final[Schema] = {"type": "string"}
 _NAME: Final[Schema] = {"type": "string", "minLength": 1}
-_BOOLEAN: Final[Schema] = {"type": ["boolean", "null"]}
+_BOOLEAN: Final[Schema] = {"type": "boolean"}
 _OBJECT: Final[Schema] = {"type": "object"}
-_NUMBER: Final[Schema] = {"type": ["number", "null"]}
+_NUMBER: Final[Schema] = {"type": "number"}
 """Of sampling parameters: their ranges are the engine's to judge."""
-_POSITIVE: Final[Schema] = {"type": ["integer", "null"], "minimum": 1, "maximum": 2**53}
+_POSITIVE: Final[Schema] = {"type": "integer", "minimum": 1, "maximum": MAX_COUNT}
 
 
 def _one_of(*values: str) -> Schema:
@@ -25,10 +27,12 @@ def _one_of(*values: str) -> Schema:
 
 
 def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None = None) -> Schema:
+    """`optional` members may be null too, which means what leaving them out means."""
+    may_be_null = {name: {"anyOf": [schema, {"type": "null"}]} for name, schema in (optional or {}).items()}
     return {
         "type": "object",
         "required": list(required),
-        "properties": {**required, **(optional or {})},
+        "properties": {**required, **may_be_null},
         "additionalProperties": True,
     }
 
@@ -38,7 +42,7 @@ def _array(items: Schema, *, at_least: int = 0) -> Schema:
 
 
 _SAMPLING: Final[Mapping[str, Schema]] = {"temperature": _NUMBER, "top_p": _NUMBER}
-_STOP: Final[Schema] = {"anyOf": [_NAME, _array(_STRING), {"type": "null"}]}
+_STOP: Final[Schema] = {"anyOf": [_NAME, _array(_NAME)]}
 
 
 def _content(*types: str, is_typed: bool = True) -> Schema:
@@ -64,20 +68,20 @@ _CHAT: Final = _object(
         "stream": _BOOLEAN,
         "stop": _STOP,
         "logprobs": _BOOLEAN,
-        "n": {"enum": [1, None]},
+        "n": {"enum": [1]},
         "tools": _array(_object({"type": _one_of("function"), "function": _FUNCTION})),
     },
 )
 _COMPLETION: Final = _object(
     {"model": _STRING, "prompt": _NAME},
-    {**_SAMPLING, "max_tokens": _POSITIVE, "stream": _BOOLEAN, "stop": _STOP, "n": {"enum": [1, None]}},
+    {**_SAMPLING, "max_tokens": _POSITIVE, "stream": _BOOLEAN, "stop": _STOP, "n": {"enum": [1]}},
 )
 _RESPONSE: Final = _object(
     {
         "model": _STRING,
         "input": {
             "anyOf": [
-                _NAME,
+                _STRING,
                 _array(
                     _object({"role": _one_of("system", "developer", "user"), "content": _content("input_text")}),
                     at_least=1,
@@ -87,17 +91,18 @@ _RESPONSE: Final = _object(
     },
     {**_SAMPLING, "instructions": _STRING, "max_output_tokens": _POSITIVE, "stream": _BOOLEAN},
 )
-_COUNT: Final = _object(
-    {"model": _STRING, "messages": _array(_object({"role": _one_of("user"), "content": _content("text")}), at_least=1)},
-    {"system": _STRING, "tools": _array(_object({"name": _STRING, "input_schema": _OBJECT}, {"description": _STRING}))},
-)
+_MESSAGES: Final = {
+    "model": _STRING,
+    "messages": _array(_object({"role": _one_of("user"), "content": _content("text")}), at_least=1),
+}
+_BEFORE_MESSAGES: Final = {
+    "system": _content("text"),
+    "tools": _array(_object({"name": _STRING, "input_schema": _OBJECT}, {"description": _STRING})),
+}
+_COUNT: Final = _object(_MESSAGES, _BEFORE_MESSAGES)
 _MESSAGE: Final = _object(
-    {**_COUNT["properties"], "max_tokens": {**_POSITIVE, "type": "integer"}},
-    {
-        **_SAMPLING,
-        "stream": _BOOLEAN,
-        "stop_sequences": _array(_STRING),
-    },
+    {**_MESSAGES, "max_tokens": _POSITIVE},
+    {**_BEFORE_MESSAGES, **_SAMPLING, "stream": _BOOLEAN, "stop_sequences": _array(_NAME)},
 )
 
 _OPENAI_ERROR: Final = _object({"error": _object({"message": _STRING, "type": _STRING}, {"param": {}, "code": {}})})
@@ -180,7 +185,11 @@ def describe(path: str, *, in_rollout: bool) -> dict[str, Any]:
                 "name": "rollout_id",
                 "in": "path",
                 "required": True,
-                "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,128}$"},
+                "schema": {
+                    "type": "string",
+                    "pattern": "^[A-Za-z0-9_.-]{1,128}$",
+                    "not": {"enum": [".", ".."]},
+                },
             }
         ]
     return found

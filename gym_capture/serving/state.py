@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
@@ -52,14 +53,17 @@ def start_shards(
     Those that run already are kept, with their records. Raises `ConfigError` if they were started with other arguments,
     or if none run yet and the cluster has too few nodes to keep `replicas` copies of each log. Once they run, a replica
     of the graph may start although a node was lost.
+
+    Shards are dealt out to the nodes in turn. One that dies starts again on its node, where its log is, unless that
+    node is lost.
     """
     directory = str(Path(directory).expanduser())
-    nodes = len(alive_nodes())
+    nodes = alive_nodes()
     named = ray.util.list_named_actors(all_namespaces=True)
     is_new = {"name": _actor_name(0), "namespace": namespace} not in named
-    if is_new and (replicas not in (1, 2) or replicas > nodes):
+    if is_new and (replicas not in (1, 2) or replicas > len(nodes)):
         raise ConfigError(
-            f"state.replicas: must be 1, or 2 on a cluster of two nodes or more; it is {replicas} on {nodes}"
+            f"state.replicas: must be 1, or 2 on a cluster of two nodes or more; it is {replicas} on {len(nodes)}"
         )
     actor_class = ray.remote(StateShard)
 
@@ -70,7 +74,7 @@ def start_shards(
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
-            scheduling_strategy="SPREAD" if replicas > 1 else "DEFAULT",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True),
             max_restarts=-1,
             max_task_retries=-1,
             max_concurrency=10_000,
