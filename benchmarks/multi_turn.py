@@ -220,12 +220,14 @@ def main(argv: list[str] | None = None) -> int:
     ok = True
     for model in options.model or ["tiny", "smollm2"]:
         with both_servers(model) as servers:
+            play = {
+                PLAIN: partial(_play, servers.vllm, tracked=False, rollouts=options.rollouts),
+                GRAPH: partial(_play, servers.graph, tracked=True, rollouts=options.rollouts),
+            }
             done = alternate(
-                {
-                    PLAIN: partial(_play, servers.vllm, tracked=False, options=options),
-                    GRAPH: partial(_play, servers.graph, tracked=True, options=options),
-                },
+                {name: partial(side, turns=options.turns) for name, side in play.items()},
                 rounds=options.rounds,
+                warm_ups={name: partial(side, turns=1) for name, side in play.items()},
             )
         row = summary(model, done)
         print(json.dumps(row), flush=True)
@@ -233,8 +235,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if ok else 1
 
 
-def _play(server: str, *, tracked: bool, options: argparse.Namespace) -> Round:
-    return asyncio.run(load(server, tracked=tracked, rollouts=options.rollouts, turns=options.turns))
+def _play(server: str, *, tracked: bool, rollouts: int, turns: int) -> Round:
+    return asyncio.run(load(server, tracked=tracked, rollouts=rollouts, turns=turns))
 
 
 if __name__ == "__main__":

@@ -136,18 +136,20 @@ async def refuse_errors(response: aiohttp.ClientResponse) -> None:
         raise SystemExit(f"{response.url} answered {response.status}: {(await response.text())[:300]}")
 
 
-def alternate(sides: Mapping[str, Callable[[], _T]], *, rounds: int) -> dict[str, list[_T]]:
+def alternate(
+    sides: Mapping[str, Callable[[], _T]], *, rounds: int, warm_ups: Mapping[str, Callable[[], object]] | None = None
+) -> dict[str, list[_T]]:
     """Runs every side `rounds` times, in turns, the first of a round being the second of the next.
 
-    A round before them warms up and is not kept.
+    Before that each side's warm-up, or without them a round that is not kept.
     """
     kept: dict[str, list[_T]] = {name: [] for name in sides}
+    for warm_up in (warm_ups or sides).values():
+        warm_up()
     order = list(sides)
-    for number in range(rounds + 1):
+    for _ in range(rounds):
         for name in order:
-            result = sides[name]()
-            if number > 0:
-                kept[name].append(result)
+            kept[name].append(sides[name]())
         order = [*order[1:], order[0]]
     return kept
 

@@ -18,6 +18,7 @@ Prints one JSON object a line; exits non-zero if a claim does not hold.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import sys
@@ -64,11 +65,11 @@ def main(parent: str = ".") -> int:
     return 0 if all(holds) else 1
 
 
-def _report(benchmark: str, **figures: object) -> None:
+def report(benchmark: str, **figures: object) -> None:
     print(json.dumps({"benchmark": benchmark, **figures}), flush=True)
 
 
-def _started(directory: Path, name: str, *, shards: int = SHARDS, **options: Any) -> StateClient:
+def started(directory: Path, name: str, *, shards: int = SHARDS, **options: Any) -> StateClient:
     """State actors of their own, on a log of their own."""
     start_shards(namespace=name, shards=shards, store=LOG, store_kwargs={}, directory=str(directory / name), **options)
     return connect(namespace=name)
@@ -84,8 +85,8 @@ def _state_processes() -> list[psutil.Process]:
 
 async def _puts(directory: Path) -> bool:
     files = FileStore(directory / "files")
-    state = _started(directory, "puts")
-    epochs = {f"r{index}": await _root(state, f"r{index}") for index in range(CONCURRENT)}
+    state = started(directory, "puts")
+    epochs = {f"r{index}": await first_call(state, f"r{index}") for index in range(CONCURRENT)}
 
     async def to_file(entry: TokenEntry) -> None:
         files.put(entry)
@@ -94,14 +95,14 @@ async def _puts(directory: Path) -> bool:
         await state.put(entry, epoch=epochs[entry.rollout_id])
 
     file_rates, actor_rates, latencies_s = [], [], list[float]()
-    await _rate(to_actor, ACTOR_PUTS // 4, "warm-up")
+    await put_rate(to_actor, ACTOR_PUTS // 4, "warm-up")
     for index in range(ROUNDS):
-        file_rates.append((await _rate(to_file, FILE_PUTS, f"f{index}"))[0])
-        actor_rate, round_latencies_s = await _rate(to_actor, ACTOR_PUTS, f"a{index}")
+        file_rates.append((await put_rate(to_file, FILE_PUTS, f"f{index}"))[0])
+        actor_rate, round_latencies_s = await put_rate(to_actor, ACTOR_PUTS, f"a{index}")
         actor_rates.append(actor_rate)
         latencies_s += round_latencies_s
     times = median(actor / file for actor, file in zip(actor_rates, file_rates, strict=True))
-    _report(
+    report(
         "state.puts",
         shards=SHARDS,
         concurrent=CONCURRENT,
@@ -116,7 +117,7 @@ async def _puts(directory: Path) -> bool:
     return times >= MIN_TIMES_FASTER
 
 
-async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, name: str) -> tuple[float, list[float]]:
+async def put_rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, name: str) -> tuple[float, list[float]]:
     """Puts a second, by `CONCURRENT` callers of which each waits for its own, and how long each put took."""
     latencies_s: list[float] = []
     calls = [
@@ -145,9 +146,9 @@ class Bare:
 
 
 async def _alone(directory: Path) -> bool:
-    state = _started(directory, "alone", shards=1)
+    state = started(directory, "alone", shards=1)
     bare = ray.remote(Bare).options(num_cpus=0).remote()
-    epoch = await _root(state, "r0")
+    epoch = await first_call(state, "r0")
     data = b"x" * 5_000
     round_trips_s, syncs_s, puts_s = list[float](), list[float](), list[float]()
     descriptor = os.open(directory / "alone.bin", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -166,7 +167,7 @@ async def _alone(directory: Path) -> bool:
     os.close(descriptor)
     bare_s = median(round_trips_s) + median(syncs_s)
     times = median(puts_s) / bare_s
-    _report(
+    report(
         "state.put_alone",
         p50_ms=round(1e3 * median(puts_s), 2),
         p99_ms=round(1e3 * float(np.percentile(puts_s, 99)), 2),
@@ -184,7 +185,7 @@ async def _alone(directory: Path) -> bool:
 
 async def _live(directory: Path) -> bool:
     before = {process.pid for process in _state_processes()}
-    state = _started(directory, "live")
+    state = started(directory, "live")
     actors = [process for process in _state_processes() if process.pid not in before]
     empty_bytes = sum(process.memory_info().rss for process in actors)
     began = time.perf_counter()
@@ -192,7 +193,7 @@ async def _live(directory: Path) -> bool:
     play_s = time.perf_counter() - began
     used_bytes = sum(process.memory_info().rss for process in actors)
     live = len(await state.rollout_ids())
-    _report(
+    report(
         "state.live_rollouts",
         rollouts=live,
         calls=ROLLOUTS * CALLS,
@@ -209,11 +210,11 @@ async def _live(directory: Path) -> bool:
 
 async def _tight(directory: Path) -> bool:
     """Conversations that find their parents although most of them are evicted between two calls: `_play` checks."""
-    state = _started(directory, "tight", lineage_bytes=TIGHT_BYTES)
+    state = started(directory, "tight", lineage_bytes=TIGHT_BYTES)
     began = time.perf_counter()
     await _play_all(state, TIGHT_ROLLOUTS)
     play_s = time.perf_counter() - began
-    _report(
+    report(
         "state.evicted_rollouts",
         rollouts=TIGHT_ROLLOUTS,
         lineage_mb_per_shard=TIGHT_BYTES >> 20,
@@ -257,7 +258,7 @@ _LOG_PROBS = -_RNG.random(200, dtype=np.float32)
 _TEXT = "some words " * 70
 
 
-async def _root(state: StateClient, name: str) -> int:
+async def first_call(state: StateClient, name: str) -> int:
     """The first call of a rollout, of 2,000 ids. Returns the rollout's epoch."""
     epoch = await state.begin_call(_intent(name, "root"))
     await state.put(_call(name, "root", _NOTHING, Root(), new=2_000), epoch=epoch)
@@ -293,11 +294,11 @@ def _call(name: str, turn: str, history: IdArray, parent: Parent, *, new: int) -
 
 
 def _call_id(turn: str) -> str:
-    return f"chatcmpl-{turn:0>32}"
+    return f"chatcmpl-{_key(turn)[:32]}"
 
 
 def _key(turn: str) -> str:
-    return f"{turn:0>64}"
+    return hashlib.sha256(turn.encode()).hexdigest()
 
 
 def _intent(name: str, turn: str) -> CallIntent:

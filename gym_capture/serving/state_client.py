@@ -34,14 +34,14 @@ class StateClient:
     """Reaches the shard of a rollout. One object for all rollouts; a `TokenSink`, a `TokenSource`, a `LineageStore`."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
-        self._shards = list(shards)
-        self._lanes = [_Lane(shard) for shard in self._shards]
+        self.shards = tuple(shards)
+        self._lanes = [_Lane(shard) for shard in self.shards]
 
     def _index(self, rollout_id: str) -> int:
-        return zlib.crc32(rollout_id.encode()) % len(self._shards)
+        return zlib.crc32(rollout_id.encode()) % len(self.shards)
 
     def _shard(self, rollout_id: str) -> ActorHandle[Any]:
-        return self._shards[self._index(rollout_id)]
+        return self.shards[self._index(rollout_id)]
 
     async def _batched(self, rollout_id: str, method: str, *args: object) -> object:
         return await self._lanes[self._index(rollout_id)].call(method, args, rollout_id)
@@ -82,12 +82,12 @@ class StateClient:
         await _answer(self._shard(rollout_id).clear.remote(rollout_id), rollout_id)
 
     async def rollout_ids(self) -> Sequence[str]:
-        answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self._shards))
+        answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self.shards))
         return sorted(rollout_id for answer in answers for rollout_id in answer)
 
     async def stats(self) -> ShardStats:
         """What all shards count, together."""
-        return total(await asyncio.gather(*(_answer(shard.stats.remote(), None) for shard in self._shards)))
+        return total(await asyncio.gather(*(_answer(shard.stats.remote(), None) for shard in self.shards)))
 
     async def close(self) -> None:
         """The actors stay: they belong to the cluster."""
