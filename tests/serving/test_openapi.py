@@ -75,7 +75,7 @@ def test_every_route_keeps_to_its_description(
     """No 500, no undocumented status or content type, no body outside the schema; what does not fit is refused."""
 
     @given(case=described[mode][prefix + route]["POST"].as_strategy(generation_mode=mode))
-    @settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     def keeps(case: Case) -> None:
         case.call_and_validate(base_url=url)
 
