@@ -148,9 +148,9 @@ def alternate(
         warm_up()
     order = list(sides)
     for _ in range(rounds):
+        order = [*order[1:], order[0]]
         for name in order:
             kept[name].append(sides[name]())
-        order = [*order[1:], order[0]]
     return kept
 
 

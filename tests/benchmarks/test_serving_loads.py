@@ -42,6 +42,13 @@ def test_rounds_alternate_and_the_first_is_not_kept() -> None:
     assert kept == {"a": [6, 8], "b": [4, 9], "c": [5, 7]}
 
 
+def test_a_warm_up_of_its_own_takes_the_place_of_the_first_round() -> None:
+    played: list[str] = []
+    sides = {name: lambda name=name: played.append(name) for name in "ab"}
+    alternate(sides, rounds=2, warm_ups={name: lambda name=name: played.append(name.upper()) for name in "ab"})
+    assert "".join(played) == "AB" + "ba" + "ab"
+
+
 @given(st.lists(st.floats(0, 10), min_size=1), st.floats(0.01, 1))
 def test_a_quantile_is_the_smallest_value_that_the_share_does_not_exceed(values: list[float], share: float) -> None:
     found = quantile(values, share)
