@@ -1,4 +1,4 @@
-"""The contract over real state actors: as a user checks it, with the command, on a Ray cluster that it starts itself."""
+"""The contract over real state actors, checked as a user does: with the command, on a Ray cluster that it starts."""
 
 from __future__ import annotations
 
