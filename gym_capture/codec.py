@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -92,8 +91,9 @@ _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_
 # bits) and what orjson would silently write as null (infinities).
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 _from_json: Final = json.JSONDecoder().decode
-_MANY_DIGITS: Final = re.compile(rb"[0-9]{19}")
+_MANY_DIGITS: Final = b"0" * 19
 """An integer beyond 64 bits, maybe: orjson would make it a float."""
+_ANY_DIGIT_AS_0: Final = bytes.maketrans(b"123456789", b"000000000")
 
 
 class EntryKey(NamedTuple):
@@ -441,7 +441,7 @@ def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
 
 
 def _load(data: bytes, field: str) -> Any:
-    if _MANY_DIGITS.search(data) is None:
+    if _MANY_DIGITS not in data.translate(_ANY_DIGIT_AS_0):
         try:
             return orjson.loads(data)
         except orjson.JSONDecodeError:
