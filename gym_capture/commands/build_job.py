@@ -156,6 +156,8 @@ def report_table(report: BuildReport) -> Table:
         "generated ids delivered",
         f"{report.generated_tokens_delivered} of {report.generated_tokens_captured} ({share:.1%})",
     )
+    for reason, count in report.excluded_tokens.items():
+        table.add_row(f"  {reason}", f"{count}")
     if report.mixed_prompt_groups:
         table.add_row("[yellow]groups with several first prompts", f"[yellow]{len(report.mixed_prompt_groups)}")
     return table

@@ -31,6 +31,7 @@ from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, run_check
 from gym_capture.conformance.lineage import LINEAGE_CHECKS, LINEAGE_DURABILITY_CHECKS, run_lineage_check
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
+from gym_capture.protocols import LineageStore, TokenSink, TokenSource
 
 
 def command(
@@ -52,7 +53,8 @@ def command(
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    opener = _Opener(load(factory), _parse(kwargs))
+    protocols = (TokenSink, TokenSource, LineageStore) if lineage else (TokenSink, TokenSource)
+    opener = _Opener(load(factory), _parse(kwargs), protocols)
     names = _chosen(only, durability=durability, lineage=lineage)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -94,6 +96,8 @@ class _Opener:
 
     factory: Callable[..., Any]
     kwargs: dict[str, Any]
+    protocols: Sequence[type]
+    """What the store must be."""
     root: Path = field(default_factory=Path)
     """Where stores get directories. Their last parts are new too: elsewhere it may be all that a store goes by."""
     _opened: int = 0
@@ -113,7 +117,11 @@ class _Opener:
                 f"the factory must be a coroutine function, `async def open_store(*, directory, ...)`: "
                 f"it returned a {type(opening).__name__}"
             )
-        return await opening
+        store = await opening
+        members = {name for protocol in self.protocols for name in vars(protocol) if not name.startswith("_")}
+        if missing := sorted(name for name in members if not callable(getattr(store, name, None))):
+            raise TypeError(f"what the factory opened, a {type(store).__name__}, has no {', '.join(missing)}")
+        return store
 
 
 async def _run(opener: _Opener, names: Sequence[str], timeout_s: float, on_done: Callable[[str], None]) -> list[Result]:

@@ -24,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from rich.text import Text
 
 from gym_capture.auth import Keyring
+from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
@@ -232,12 +233,7 @@ def read_tasks(path: Path) -> list[Task]:
 
 def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:
     """What makes the graph's state actors forget a rollout."""
-    import ray
-
     from gym_capture.serving.state import connect
 
-    try:
-        ray.init(address=ray_address, namespace=namespace, log_to_driver=False, logging_level="warning")
-    except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster at {ray_address!r}: run this on the cluster that serves ({error})") from None
+    join_cluster(ray_address, namespace=namespace)
     return connect(namespace=namespace).clear

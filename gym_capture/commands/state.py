@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from gym_capture.commands.cluster import join_cluster
 from gym_capture.errors import ConfigError
 
 app = typer.Typer(no_args_is_help=True)
@@ -21,15 +22,21 @@ def group() -> None:
 def stop(
     ray_address: Annotated[str, typer.Option(help="The Ray cluster that the graph ran on.")] = "auto",
     namespace: Annotated[str, typer.Option(help="Ray namespace of the state actors.")] = "gym-capture",
+    force: Annotated[
+        bool, typer.Option("--force", help="Also while Serve runs an application, whose calls then fail.")
+    ] = False,
 ) -> None:
     """End the state actors, once the graph is stopped. Their logs stay, and are read by whoever starts them next."""
-    import ray
+    from ray import serve
 
     from gym_capture.serving.state import stop_shards
 
-    try:
-        ray.init(address=ray_address, namespace=namespace, log_to_driver=False, logging_level="warning")
-    except ConnectionError as error:
-        raise ConfigError(f"no Ray cluster at {ray_address!r}: {error}") from None
+    join_cluster(ray_address, namespace=namespace)
+    served = sorted(serve.status().applications)
+    if served and not force:
+        raise ConfigError(
+            f"Serve runs {', '.join(served)} on this cluster, and a graph does not outlive its state actors: end it "
+            "first (Ctrl-C, or `serve shutdown`), or insist with --force"
+        )
     stopped = stop_shards(namespace=namespace)
-    Console(stderr=True, highlight=False).print(f"{stopped} state actors of namespace {namespace} ended")
+    Console(stderr=True, highlight=False).print(f"state actors of namespace {namespace} ended: {stopped}")

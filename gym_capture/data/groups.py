@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -41,6 +41,8 @@ class RolloutSummary:
     """Ids of all trajectories, prompts included."""
     generated_tokens_captured: int
     generated_tokens_delivered: int
+    excluded_tokens: Mapping[str, int]
+    """Generated ids that are captured and not delivered, by reason."""
     first_prompt: str | None
     """Digest of the main chain's first prompt: what trainers that group by prompt compare; None: no trajectory."""
     snapshot_id: str
@@ -115,6 +117,7 @@ def summarize(
         token_ids=sum(int(trajectory.token_ids.size) for trajectory in built.trajectories),
         generated_tokens_captured=built.counts.generated_tokens_captured,
         generated_tokens_delivered=built.counts.generated_tokens_delivered,
+        excluded_tokens=dict(built.counts.excluded_tokens),
         first_prompt=first_prompt,
         snapshot_id=snapshot.snapshot_id,
         snapshot_version=snapshot.version,

@@ -32,6 +32,8 @@ class BuildReport:
     """Ids of all trajectories, prompts included."""
     generated_tokens_captured: int
     generated_tokens_delivered: int
+    excluded_tokens: Mapping[str, int]
+    """Generated ids that were captured and not delivered, by reason, the most frequent first."""
     groups: int
     mixed_prompt_groups: tuple[str, ...]
     """Groups whose rollouts start from different prompts (a date, a session id): trainers that find groups by equal
@@ -51,18 +53,26 @@ def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> Bui
     prompts: dict[str, set[str]] = {}
     for summary in known:
         prompts.setdefault(summary.group_id, set()).update([summary.first_prompt] if summary.first_prompt else [])
+    excluded = Counter[str]()
+    for summary in known:
+        excluded.update(summary.excluded_tokens)
     reasons = Counter(name for summary in known for name in {reason_name(reason) for reason in summary.mask_reasons})
     return BuildReport(
         requested=len(asked),
         complete=len(captured) - len(incomplete),
         incomplete=incomplete,
         missing=missing,
-        mask_reasons=dict(sorted(reasons.items(), key=lambda item: (-item[1], item[0]))),
+        mask_reasons=_most_first(reasons),
         trajectories=sum(summary.trajectories for summary in known),
         token_ids=sum(summary.token_ids for summary in known),
         generated_tokens_captured=sum(summary.generated_tokens_captured for summary in known),
         generated_tokens_delivered=sum(summary.generated_tokens_delivered for summary in known),
+        excluded_tokens=_most_first(excluded),
         groups=len(prompts),
         mixed_prompt_groups=tuple(sorted(group for group, found in prompts.items() if len(found) > 1)),
         snapshots={summary.rollout_id: (summary.snapshot_id, summary.snapshot_version) for summary in captured},
     )
+
+
+def _most_first(counts: Mapping[str, int]) -> dict[str, int]:
+    return dict(sorted(counts.items(), key=lambda item: (-item[1], item[0])))

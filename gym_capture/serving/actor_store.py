@@ -7,6 +7,7 @@ directory be opened again.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,8 @@ class ActorStore(StateClient):
         Raises `StoreUnavailableError` if the actors do not start.
         """
         if not ray.is_initialized():
-            await asyncio.to_thread(ray.init, log_to_driver=False, logging_level="error")
+            address = os.environ.get("RAY_ADDRESS", "local")
+            await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level="error")
         namespace = f"actor-store-{uuid4().hex}"
         try:
             await asyncio.to_thread(

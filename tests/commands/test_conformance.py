@@ -29,6 +29,10 @@ async def open_nowhere(*, directory: Path, bucket: str) -> MemoryStore:
     raise ConnectionRefusedError(f"no such bucket: {bucket}")
 
 
+async def open_nothing(*, directory: Path) -> None:
+    """What forgets to return its store."""
+
+
 def test_every_check_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
     assert conformance("gym_capture.stores.log:LogStore.open", "--durability", "--kwargs", '{"fsync": false}') == 0
     shown = capsys.readouterr().out
@@ -69,6 +73,8 @@ def test_lineage_is_checked_on_demand(capsys: pytest.CaptureFixture[str]) -> Non
         ([f"{__name__}:open_nowhere", "--kwargs", "{"], "--kwargs is not JSON"),
         ([f"{__name__}:open_nowhere", "--kwargs", "[1]"], "--kwargs must be a JSON object"),
         (["gym_capture.stores.memory:MemoryStore.open", "--check", "put_repeat"], "near it are put_repeats"),
+        (["gym_capture.stores.memory:MemoryStore.open", "--lineage"], "a MemoryStore, has no resolve"),
+        ([f"{__name__}:open_nothing"], "a NoneType, has no abandon_call, begin_call, clear, close, drop, freeze, "),
     ],
 )
 def test_what_cannot_be_checked_is_one_line(

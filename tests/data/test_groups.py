@@ -47,6 +47,25 @@ def test_BD_16_rollouts_that_crashed_or_left_nothing_are_reported() -> None:
     assert [rows[name]["advantage"] for name in ("r1", "r2", "r3", "r4")] == [0.5, -0.5, 0.0, 0.0]
 
 
+def test_what_is_not_delivered_is_counted_by_reason() -> None:
+    summaries, table = built([request("r1"), request("r2")])
+    assert report(["r1", "r2"], summaries).excluded_tokens == {}
+    reasons = [{"retry_orphan": 4, "side_call": 1}, {"side_call": 7}]
+    odd = [replace(summary, excluded_tokens=found) for summary, found in zip(summaries, reasons, strict=True)]
+    assert list(report(["r1", "r2"], odd).excluded_tokens.items()) == [("side_call", 8), ("retry_orphan", 4)]
+    assert table.column("excluded_tokens").to_pylist() == [[], []]
+
+
+def test_a_side_call_of_a_rollout_is_in_its_summary() -> None:
+    def freeze(rollout_id: str) -> Snapshot:
+        whole = snapshot(rollout_id, turns=2)
+        return replace(whole, entries=(*whole.entries[:-1], replace(whole.entries[-1], finish_reason="abort")))
+
+    ((summary, _),) = build_group([request("r1")], freeze, options=BuildOptions(), scale="none")
+    assert summary.excluded_tokens == {"aborted": 4}
+    assert summary.generated_tokens_captured - summary.generated_tokens_delivered == 4
+
+
 def test_a_rollout_that_never_came_back_is_missing() -> None:
     summaries, _ = built([request("r1")])
     assert report(["r1", "r9"], summaries).missing == ("r9",)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 import ray
 
@@ -59,3 +60,11 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     metrics = json.loads(trained.stdout)
     assert metrics["trained_tokens"] == report["generated_tokens_delivered"]
+
+
+def test_the_state_of_a_graph_that_is_served_is_not_stopped(graph: Graph) -> None:
+    refused = gym_capture("state", "stop", "--namespace", graph.namespace)
+    assert refused.returncode == 2
+    assert "Serve runs gym-capture on this cluster" in refused.stderr
+    assert "--force" in refused.stderr
+    assert httpx.get(f"{graph.url}/healthz", trust_env=False).status_code == 200

@@ -1,0 +1,31 @@
+"""Joining a cluster that does not take this process."""
+
+from __future__ import annotations
+
+import pytest
+import ray
+
+from gym_capture.commands.cluster import join_cluster
+from gym_capture.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("address", "variable", "named"),
+    [
+        ("auto", "10.0.0.1:6379", "10.0.0.1:6379"),
+        ("auto", None, "auto"),
+        ("10.0.0.2:6379", "10.0.0.1:6379", "10.0.0.2"),
+    ],
+)
+def test_the_error_names_the_cluster_and_what_ray_may_want(
+    address: str, variable: str | None, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ConnectionError("Failed to connect")
+
+    monkeypatch.setattr(ray, "init", refuse)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ConfigError, match=rf"no Ray cluster at '{named}.*RAY_AUTH_MODE=token"):
+        join_cluster(address, namespace="n")
