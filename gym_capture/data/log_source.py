@@ -30,9 +30,13 @@ from gym_capture.stores.segments import segment_numbers
 def opened_logs(directory: Path) -> Iterator[SourceSpec]:
     """The source of the log in `directory`, or of all logs in directories below it, one level down.
 
-    Raises `ConfigError` if there is none, `StoreUnavailableError` if one of them is in use, e.g. by a running graph.
+    Raises `ConfigError` if there is none or one may not be read, `StoreUnavailableError` if one of them is in use, e.g.
+    by a running graph.
     """
-    found = [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
+    try:
+        found = [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
+    except PermissionError as error:
+        raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
     if not found:
         raise ConfigError(f"{directory} holds no records: name the directory that the graph kept them in")
     # On this node: the directories are paths of this machine.

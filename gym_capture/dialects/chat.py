@@ -274,7 +274,7 @@ def _tools(data: Mapping[str, Any]) -> tuple[Tool, ...]:
         entry = fields.mapping(item, at)
         kind = entry.get("type", "function")
         if kind != "function":
-            raise InvalidRequestError(f"{at}.type must be 'function': got {str(kind)[:40]!r}", param=f"{at}.type")
+            raise InvalidRequestError(f"{at}.type must be 'function': got {fields.shown(kind)!r}", param=f"{at}.type")
         function = fields.mapping(entry.get("function"), f"{at}.function")
         found.append(
             fields.tool(

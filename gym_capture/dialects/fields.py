@@ -18,6 +18,11 @@ def wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
     return InvalidRequestError(f"{param} must be {expected}, not {json_type(value)}", param=param)
 
 
+def shown(value: object) -> str:
+    """What an error says of a value that is not what it must be: never much, and however deep it is nested."""
+    return value[:40] if isinstance(value, str) else json_type(value)
+
+
 def string(body: Mapping[str, Any], key: str, *, at: str = "", required: bool = False) -> str | None:
     value = body.get(key)
     if value is None:
@@ -106,7 +111,7 @@ def text(content: object, param: str, *, optional: bool = False) -> str:
             texts.append(piece)
         else:
             raise InvalidRequestError(
-                f"{param}.{index}: content of type {str(kind)[:40]!r} is not supported: this model takes text only",
+                f"{param}.{index}: content of type {shown(kind)!r} is not supported: this model takes text only",
                 param=f"{param}.{index}.type",
             )
     return "".join(texts)

@@ -120,7 +120,7 @@ def _response_format(text: Mapping[str, Any]) -> Mapping[str, Any] | None:
             schema["strict"] = strict
         return {"type": "json_schema", "json_schema": schema}
     raise InvalidRequestError(
-        f"text.format.type must be 'text', 'json_object' or 'json_schema': got {str(kind)[:40]!r}",
+        f"text.format.type must be 'text', 'json_object' or 'json_schema': got {fields.shown(kind)!r}",
         param="text.format.type",
     )
 

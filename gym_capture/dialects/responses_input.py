@@ -67,7 +67,9 @@ def _kind(entry: Mapping[str, Any], at: str) -> str:
             f"{at} refers to an item by its id, but this server stores none: send the item itself", param=at
         )
     if not isinstance(kind, str) or (kind not in _READERS and kind != "additional_tools"):
-        raise InvalidRequestError(f"{at}.type: items of type {str(kind)[:40]!r} are not supported", param=f"{at}.type")
+        raise InvalidRequestError(
+            f"{at}.type: items of type {fields.shown(kind)!r} are not supported", param=f"{at}.type"
+        )
     return kind
 
 

@@ -159,7 +159,8 @@ def choose(value: object, offered: Offer) -> tuple[ToolChoice, tuple[Tool, ...]]
         return _choose_among(value, offered)
     if kind not in ("function", "custom"):
         raise InvalidRequestError(
-            f"tool_choice forces a tool of type {str(kind)[:40]!r}, which this server cannot run", param="tool_choice"
+            f"tool_choice forces a tool of type {fields.shown(kind)!r}, which this server cannot run",
+            param="tool_choice",
         )
     return NamedToolChoice(_chosen(value, offered, "tool_choice")), tools
 

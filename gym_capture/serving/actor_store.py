@@ -39,14 +39,14 @@ class ActorStore(StateClient):
         """Starts actors that keep their records below `directory`, and answers once they have read them back.
 
         Joins the cluster that `RAY_ADDRESS` names; without one, starts one on this machine that ends with this process.
-        Raises `StoreUnavailableError` if the actors do not start.
+        Raises what opening the store raises in an actor, and `ConfigError` for arguments that cannot be.
         """
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS", "local")
             await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level="error")
         namespace = f"actor-store-{uuid4().hex}"
-        try:
-            await asyncio.to_thread(
+        starting = asyncio.ensure_future(
+            asyncio.to_thread(
                 start_shards,
                 namespace=namespace,
                 shards=shards,
@@ -54,8 +54,12 @@ class ActorStore(StateClient):
                 store_kwargs=dict(store_kwargs or {}),
                 directory=str(directory),
             )
+        )
+        try:
+            await asyncio.shield(starting)
             client = await asyncio.to_thread(connect, namespace=namespace)
         except BaseException:
+            await asyncio.wait([starting])  # a thread goes on when its caller is cancelled: it may start more of them
             await asyncio.to_thread(stop_shards, namespace=namespace)
             raise
         return cls(client, namespace=namespace)
@@ -65,6 +69,6 @@ class ActorStore(StateClient):
         if self._is_open:
             self._is_open = False
             try:
-                await asyncio.gather(*(shard.close.remote() for shard in self.shards))
+                await asyncio.gather(*(shard.close.remote() for shard in self.shards), return_exceptions=True)
             finally:
                 await asyncio.to_thread(stop_shards, namespace=self._namespace)

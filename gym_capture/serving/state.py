@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
+from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
@@ -57,6 +58,8 @@ def start_shards(
     Shards are dealt out to the nodes in turn. One that dies starts again on its node, where its log is, unless that
     node is lost.
     """
+    if not isinstance(shards, int) or shards < 1:
+        raise ConfigError(f"state.shards: must be a whole number, at least 1: got {shards!r}")
     directory = str(Path(directory).expanduser())
     nodes = alive_nodes()
     named = ray.util.list_named_actors(all_namespaces=True)
@@ -74,6 +77,7 @@ def start_shards(
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
+            memory=1,  # byte: Ray heeds the strategy only of actors that need something
             scheduling_strategy=NodeAffinitySchedulingStrategy(nodes[index % len(nodes)], soft=True),
             max_restarts=-1,
             max_task_retries=-1,
@@ -92,7 +96,7 @@ def start_shards(
 
     # The first says whether it is what is asked for, before there are others.
     first = start(0)
-    running = ray.get(first.setup.remote())
+    running = _answers(first.setup.remote())
     asked = {
         "shards": shards,
         "store": store,
@@ -108,8 +112,8 @@ def start_shards(
                 f"state.{name}: the state actors of namespace {namespace!r} already run with {running[name]!r}, "
                 f"not {value!r}; use that, or another namespace, or end them with `gym-capture state stop`"
             )
-    ray.get(first.describe.remote())
-    ray.get([start(index).describe.remote() for index in range(1, shards)])
+    _answers(first.describe.remote())
+    _answers([start(index).describe.remote() for index in range(1, shards)])
 
 
 def connect(*, namespace: str = "gym-capture") -> StateClient:
@@ -137,6 +141,16 @@ def stop_shards(*, namespace: str) -> int:
     for name in names:
         ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
     return len(names)
+
+
+def _answers(replies: Any) -> Any:
+    """What actors answered. Raises what they raised, without the trace of another process around it."""
+    try:
+        return ray.get(replies)
+    except RayTaskError as error:
+        if isinstance(error.cause, Exception):
+            raise error.cause from None
+        raise
 
 
 def _actor_name(index: int) -> str:

@@ -137,6 +137,8 @@ class _Lane:
             answers = await _answer(self._shard.batch.remote([(method, args) for method, args, _ in batch]), None)
         except StoreError as error:
             answers = [StoreUnavailableError(error.message) for _ in batch]
+        except Exception as error:  # noqa: BLE001 - Ray raises bare ones, and nobody may wait for ever
+            answers = [StoreUnavailableError(f"the state actor cannot be asked: {error!r}") for _ in batch]
         for (_, _, future), answer in zip(batch, answers, strict=True):
             if not future.done():  # else its caller has been cancelled
                 future.set_result(answer)

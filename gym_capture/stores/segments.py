@@ -101,7 +101,8 @@ def segment_path(directory: Path, number: int) -> Path:
 
 def segment_numbers(directory: Path) -> list[int]:
     """The segments of a directory, oldest first."""
-    names = (path.name for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"))
+    # Not `glob`, which takes a directory that may not be read for an empty one.
+    names = [name for name in os.listdir(directory) if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
     return sorted(int(name[len(_PREFIX) : -len(_SUFFIX)]) for name in names)
 
 

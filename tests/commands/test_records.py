@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import struct
 import zlib
 from collections.abc import Iterator
@@ -176,6 +177,22 @@ def test_shards_without_records_are_no_error(tmp_path: Path, capsys: pytest.Capt
 
 
 # --- verify ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_a_log_that_may_not_be_read_is_not_called_sound(
+    command: str, state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listdir = os.listdir
+
+    def refused(directory: Path) -> list[str]:
+        if Path(directory).name == "shard-0001":
+            raise PermissionError(13, "Permission denied", str(directory))
+        return listdir(directory)
+
+    monkeypatch.setattr(os, "listdir", refused)  # the tests may run as root, whom no mode refuses
+    assert records(command, state) == 2
+    assert "shard-0001 cannot be read: [Errno 13] Permission denied" in capsys.readouterr().err
 
 
 def test_a_sound_state_is_verified(state: Path, capsys: pytest.CaptureFixture[str]) -> None:

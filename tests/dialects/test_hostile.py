@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from gym_capture.dialects.anthropic import MessagesDialect
+from gym_capture.dialects.base import Dialect
 from gym_capture.dialects.chat import ChatDialect
+from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.engines.hf_template import _arguments
 from gym_capture.errors import InvalidRequestError
 
@@ -41,6 +44,25 @@ def test_arguments_sent_as_an_object_are_taken_or_refused(depth: int, may_be: se
     call = f'{{"id":"c","type":"function","function":{{"name":"f","arguments":{nested}}}}}'
     body = f'{{"model":"m","messages":[{{"role":"assistant","tool_calls":[{call}]}}]}}'
     assert parsed_or_refused(body) in may_be
+
+
+@pytest.mark.parametrize("depth", [3, 988, 1_000])
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        (ChatDialect(), '{"model":"m","messages":[{"role":"user","content":[{"type":X,"text":"t"}]}]}'),
+        (ChatDialect(), '{"model":"m",MESSAGES,"tools":[{"type":X,"function":{"name":"f"}}]}'),
+        (ResponsesDialect(), '{"model":"m","input":[{"type":X}]}'),
+        (ResponsesDialect(), '{"model":"m","input":[{"role":"user","content":[{"type":X,"text":"t"}]}]}'),
+        (ResponsesDialect(), '{"model":"m","input":"hi","text":{"format":{"type":X}}}'),
+        (ResponsesDialect(), '{"model":"m","input":"hi","tool_choice":{"type":X}}'),
+        (MessagesDialect(), '{"model":"m","max_tokens":1,"messages":[{"role":"user","content":[{"type":X}]}]}'),
+        (MessagesDialect(), '{"model":"m","max_tokens":1,MESSAGES,"tool_choice":{"type":X}}'),
+    ],
+)
+def test_a_type_that_is_nested_deep_is_refused(dialect: Dialect, body: str, depth: int) -> None:
+    with pytest.raises(InvalidRequestError):
+        dialect.parse(body.replace("MESSAGES", MESSAGES).replace("X", "[" * depth + "]" * depth).encode())
 
 
 def test_arguments_nested_too_deep_for_a_template_become_an_empty_object() -> None:

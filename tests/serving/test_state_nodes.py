@@ -39,6 +39,9 @@ class Nodes:
         locks = {path: int(path.read_text()) for path in sorted(self.records.glob("*/lock"))}
         return [path.parent for path, holder in locks.items() if holder in workers]
 
+    def shards(self) -> list[psutil.Process]:
+        return [psutil.Process(int(path.read_text())) for path in self.records.glob("shard-*/lock")]
+
     def lose(self, node: Node) -> None:
         """At once, with every process on it and its disk."""
         disk, raylet = self.disk_of(node), _raylet(node)
@@ -107,8 +110,16 @@ def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(nodes: N
         for disk in disks.values():
             numbers = [name.partition("-")[2] for name in disk]
             assert len(set(numbers)) == len(numbers), "a log and its copy must not be on one disk"
-        lost = max(nodes.cluster.worker_nodes, key=lambda node: sum(name.startswith("shard") for name in disks[node]))
-        assert any(name.startswith("shard") for name in disks[lost])
+        # Dealt out in turn, and back on the node that has their log when only their process was lost.
+        assert [sum(name.startswith("shard") for name in disk) for disk in disks.values()] == [1] * NODES
+        for process in nodes.shards():
+            process.kill()
+        await check(state, names, calls=4)
+        for node, disk in disks.items():
+            assert [path.name for path in nodes.disk_of(node) if path.name.startswith("shard")] == [
+                name for name in disk if name.startswith("shard")
+            ]
+        lost = nodes.cluster.worker_nodes.copy().pop()
 
         nodes.lose(lost)
         await check(state, names, calls=4)
