@@ -14,7 +14,7 @@ durable while its rollout is being read may have come too late for that reading,
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from gym_capture.lineage import LineageIndex
@@ -34,6 +34,8 @@ class LineageCache:
         self._absent: set[str] = set()
         """The rollouts that only the store has."""
         self._reading: dict[str, asyncio.Task[bool]] = {}
+        self._awaited = Counter[str]()
+        """Who waits for an answer about a rollout."""
         self.reads = 0
         """How often a rollout was read back."""
         self.evictions = 0
@@ -53,8 +55,15 @@ class LineageCache:
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> tuple[Resolution, bool]:
         """What `LineageIndex.resolve` and `may_be_retry` say. Raises what reading the store raises."""
-        while rollout_id in self._absent:
-            await self._read_back(rollout_id)
+        # What somebody waits for stays until he had it: two rollouts that do not fit together would evict each other.
+        self._awaited[rollout_id] += 1
+        try:
+            while rollout_id in self._absent:
+                await self._read_back(rollout_id)
+        finally:
+            self._awaited[rollout_id] -= 1
+            if not self._awaited[rollout_id]:
+                del self._awaited[rollout_id]
         if rollout_id in self._recent:
             self._recent.move_to_end(rollout_id)
         resolution = self._index.resolve(rollout_id, turn_keys)
@@ -119,8 +128,12 @@ class LineageCache:
     def _use(self, rollout_id: str) -> None:
         self._recent[rollout_id] = None
         self._recent.move_to_end(rollout_id)
-        while self._index.total_bytes > self._max_bytes and len(self._recent) > 1:
-            evicted, _ = self._recent.popitem(last=False)
+        while self._index.total_bytes > self._max_bytes:
+            unused = (name for name in self._recent if name != rollout_id and name not in self._awaited)
+            evicted = next(unused, None)
+            if evicted is None:
+                return
+            del self._recent[evicted]
             self._index.forget(evicted)
             self._absent.add(evicted)
             self.evictions += 1

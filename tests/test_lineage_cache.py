@@ -69,6 +69,27 @@ FIRST = call("a", [1, 2], [3], parent=Root(), turn_key="k1")
 SECOND = call("b", [1, 2, 3, 4], [5], parent=Continues("a", 3), turn_key="k2").as_delta()
 
 
+def test_rollouts_that_do_not_fit_together_are_all_answered() -> None:
+    """Each is asked for a turn of the loop after the other, while that one is read: none evicts it again."""
+
+    async def run() -> None:
+        shard = Shard(max_bytes=TINY)
+        names = [f"r{number}" for number in range(6)]
+        for name in names:
+            await shard.put(replace(FIRST, rollout_id=name))
+        asked = []
+        for name in names:
+            asked.append(asyncio.ensure_future(shard.resolved(name, "k1")))
+            await asyncio.sleep(0)
+        async with asyncio.timeout(10):
+            assert await asyncio.gather(*asked) == [("a", 0, [1, 2, 3])] * len(names)
+        assert shard.cache.reads <= len(names)
+        await shard.evict("r0")
+        assert shard.cache.in_memory == 1
+
+    asyncio.run(run())
+
+
 # --- any sequence ----------------------------------------------------------------------------------------------------
 
 

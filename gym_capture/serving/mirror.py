@@ -31,8 +31,9 @@ def mirror_of(*, index: int, directory: Path, namespace: str) -> Mirror:
 
 
 def alive_nodes() -> list[str]:
-    """Ids of the cluster's nodes, sorted."""
-    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])
+    """Ids of the nodes, in the order of their addresses: a cluster that is started anew has the same order."""
+    nodes = [node for node in ray.nodes() if node["Alive"]]
+    return [node["NodeID"] for node in sorted(nodes, key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))]
 
 
 class MirrorActor:
