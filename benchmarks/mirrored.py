@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -25,10 +25,8 @@ import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
-from benchmarks.state import ACTOR_PUTS, CONCURRENT, ROUNDS, SHARDS, first_call, put_rate, report, started
+from benchmarks.state import ACTOR_PUTS, CONCURRENT, ROUNDS, SHARDS, put_rate, putter, report, started
 from gym_capture.demo.processes import free_port
-from gym_capture.records import TokenEntry
-from gym_capture.serving.state import StateClient
 
 
 def main(parent: str = ".") -> int:
@@ -56,7 +54,7 @@ def _two_nodes() -> Iterator[None]:
 async def _compare(directory: Path) -> None:
     rates: dict[int, list[float]] = {1: [], 2: []}
     latencies_s: dict[int, list[float]] = {1: [], 2: []}
-    putters = {copies: await _putter(started(directory, f"copies-{copies}", replicas=copies)) for copies in rates}
+    putters = {copies: await putter(started(directory, f"copies-{copies}", replicas=copies)) for copies in rates}
     for number in range(-1, ROUNDS):
         for copies, put in putters.items():
             rate, round_latencies_s = await put_rate(put, ACTOR_PUTS, f"{number}")
@@ -72,15 +70,6 @@ async def _compare(directory: Path) -> None:
         p99_ms={copies: round(1e3 * float(np.percentile(found, 99)), 2) for copies, found in latencies_s.items()},
         times_one_copy=round(median(two / one for one, two in zip(rates[1], rates[2], strict=True)), 2),
     )
-
-
-async def _putter(state: StateClient) -> Callable[[TokenEntry], Awaitable[None]]:
-    epochs = {f"r{index}": await first_call(state, f"r{index}") for index in range(CONCURRENT)}
-
-    async def put(entry: TokenEntry) -> None:
-        await state.put(entry, epoch=epochs[entry.rollout_id])
-
-    return put
 
 
 if __name__ == "__main__":

@@ -86,13 +86,10 @@ def _state_processes() -> list[psutil.Process]:
 async def _puts(directory: Path) -> bool:
     files = FileStore(directory / "files")
     state = started(directory, "puts")
-    epochs = {f"r{index}": await first_call(state, f"r{index}") for index in range(CONCURRENT)}
+    to_actor = await putter(state)
 
     async def to_file(entry: TokenEntry) -> None:
         files.put(entry)
-
-    async def to_actor(entry: TokenEntry) -> None:
-        await state.put(entry, epoch=epochs[entry.rollout_id])
 
     file_rates, actor_rates, latencies_s = [], [], list[float]()
     await put_rate(to_actor, ACTOR_PUTS // 4, "warm-up")
@@ -115,6 +112,16 @@ async def _puts(directory: Path) -> bool:
         ok=times >= MIN_TIMES_FASTER,
     )
     return times >= MIN_TIMES_FASTER
+
+
+async def putter(state: StateClient) -> Callable[[TokenEntry], Awaitable[None]]:
+    """Puts calls of `CONCURRENT` rollouts, each of which has its first one."""
+    epochs = {f"r{index}": await _first_call(state, f"r{index}") for index in range(CONCURRENT)}
+
+    async def put(entry: TokenEntry) -> None:
+        await state.put(entry, epoch=epochs[entry.rollout_id])
+
+    return put
 
 
 async def put_rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, name: str) -> tuple[float, list[float]]:
@@ -148,7 +155,7 @@ class Bare:
 async def _alone(directory: Path) -> bool:
     state = started(directory, "alone", shards=1)
     bare = ray.remote(Bare).options(num_cpus=0).remote()
-    epoch = await first_call(state, "r0")
+    epoch = await _first_call(state, "r0")
     data = b"x" * 5_000
     round_trips_s, syncs_s, puts_s = list[float](), list[float](), list[float]()
     descriptor = os.open(directory / "alone.bin", os.O_WRONLY | os.O_CREAT, 0o600)
@@ -258,7 +265,7 @@ _LOG_PROBS = -_RNG.random(200, dtype=np.float32)
 _TEXT = "some words " * 70
 
 
-async def first_call(state: StateClient, name: str) -> int:
+async def _first_call(state: StateClient, name: str) -> int:
     """The first call of a rollout, of 2,000 ids. Returns the rollout's epoch."""
     epoch = await state.begin_call(_intent(name, "root"))
     await state.put(_call(name, "root", _NOTHING, Root(), new=2_000), epoch=epoch)

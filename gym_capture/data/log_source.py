@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
@@ -20,8 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.codec import decode_snapshot
 from gym_capture.data.job import SourceSpec
-from gym_capture.errors import ConfigError, GymCaptureError, StoreUnavailableError
+from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.records import Snapshot
+from gym_capture.serving.replies import answer, cause_of
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.segments import segment_numbers
 
@@ -45,7 +46,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
     owners = [actor_class.remote(str(path)) for path in found]
     try:
         for owner in owners:
-            _answer(owner.rollout_ids.remote())
+            answer(owner.rollout_ids.remote())
         yield SourceSpec(import_path="gym_capture.data.log_source:LogClient.open", kwargs={"owners": owners})
     finally:
         for owner in owners:
@@ -108,22 +109,10 @@ class _LogOwner:
         return self._store
 
 
-def _answer(reply: Any) -> Any:
-    try:
-        return ray.get(reply)
-    except RayTaskError as error:
-        raise _cause(error) from None
-
-
 async def _awaited(reply: Any) -> Any:
     try:
         return await reply
     except RayTaskError as error:
-        raise _cause(error) from None
+        raise cause_of(error) from None
     except RayActorError as error:
         raise StoreUnavailableError("the actor that owns the log is gone") from error
-
-
-def _cause(error: RayTaskError) -> BaseException:
-    cause = cast(BaseException, error.cause)
-    return cause if isinstance(cause, GymCaptureError) else error

@@ -57,7 +57,7 @@ def count(body: Mapping[str, Any], key: str, *, minimum: int) -> int | None:
     """A number of something: of at most `MAX_COUNT`."""
     value = integer(body, key)
     if value is not None and not minimum <= value <= MAX_COUNT:
-        raise InvalidRequestError(f"{key} must be at least {minimum}, at most 2**53: got {value}", param=key)
+        raise InvalidRequestError(f"{key} must be at least {minimum}, at most {MAX_COUNT}: got {value}", param=key)
     return value
 
 

@@ -45,19 +45,20 @@ class ActorStore(StateClient):
             address = os.environ.get("RAY_ADDRESS", "local")
             await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level="error")
         namespace = f"actor-store-{uuid4().hex}"
-        starting = asyncio.ensure_future(
-            asyncio.to_thread(
-                start_shards,
+
+        def start() -> StateClient:
+            start_shards(
                 namespace=namespace,
                 shards=shards,
                 store=store,
                 store_kwargs=dict(store_kwargs or {}),
                 directory=str(directory),
             )
-        )
+            return connect(namespace=namespace)
+
+        starting = asyncio.ensure_future(asyncio.to_thread(start))
         try:
-            await asyncio.shield(starting)
-            client = await asyncio.to_thread(connect, namespace=namespace)
+            client = await asyncio.shield(starting)
         except BaseException:
             await asyncio.wait([starting])  # a thread goes on when its caller is cancelled: it may start more of them
             await asyncio.to_thread(stop_shards, namespace=namespace)

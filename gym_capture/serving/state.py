@@ -13,11 +13,11 @@ from typing import Any, Final
 
 import ray
 from ray.actor import ActorHandle
-from ray.exceptions import RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
+from gym_capture.serving.replies import answer
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
 from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, Begun, StateShard
 from gym_capture.serving.stats import ShardStats
@@ -96,7 +96,7 @@ def start_shards(
 
     # The first says whether it is what is asked for, before there are others.
     first = start(0)
-    running = _answers(first.setup.remote())
+    running = answer(first.setup.remote())
     asked = {
         "shards": shards,
         "store": store,
@@ -112,8 +112,8 @@ def start_shards(
                 f"state.{name}: the state actors of namespace {namespace!r} already run with {running[name]!r}, "
                 f"not {value!r}; use that, or another namespace, or end them with `gym-capture state stop`"
             )
-    _answers(first.describe.remote())
-    _answers([start(index).describe.remote() for index in range(1, shards)])
+    answer(first.describe.remote())
+    answer([start(index).describe.remote() for index in range(1, shards)])
 
 
 def connect(*, namespace: str = "gym-capture") -> StateClient:
@@ -141,16 +141,6 @@ def stop_shards(*, namespace: str) -> int:
     for name in names:
         ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
     return len(names)
-
-
-def _answers(replies: Any) -> Any:
-    """What actors answered. Raises what they raised, without the trace of another process around it."""
-    try:
-        return ray.get(replies)
-    except RayTaskError as error:
-        if isinstance(error.cause, Exception):
-            raise error.cause from None
-        raise
 
 
 def _actor_name(index: int) -> str:

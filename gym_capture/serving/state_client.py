@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, TypeVar, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
 from gym_capture.codec import decode_snapshot, encode_delta
-from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.state_shard import Begun
@@ -71,23 +71,21 @@ class StateClient:
         await self._batched(rollout_id, "mark_undelivered", rollout_id, call_id, epoch)
 
     async def freeze(self, rollout_id: str) -> Snapshot:
-        return decode_snapshot(
-            cast(bytes, await _answer(self._shard(rollout_id).freeze.remote(rollout_id), rollout_id))
-        )
+        return decode_snapshot(cast(bytes, await _ask(self._shard(rollout_id).freeze, rollout_id, about=rollout_id)))
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await _answer(self._shard(rollout_id).drop.remote(rollout_id, snapshot_id, version), rollout_id)
+        await _ask(self._shard(rollout_id).drop, rollout_id, snapshot_id, version, about=rollout_id)
 
     async def clear(self, rollout_id: str) -> None:
-        await _answer(self._shard(rollout_id).clear.remote(rollout_id), rollout_id)
+        await _ask(self._shard(rollout_id).clear, rollout_id, about=rollout_id)
 
     async def rollout_ids(self) -> Sequence[str]:
-        answers = await asyncio.gather(*(_answer(shard.rollout_ids.remote(), None) for shard in self.shards))
+        answers = await asyncio.gather(*(_ask(shard.rollout_ids) for shard in self.shards))
         return sorted(rollout_id for answer in answers for rollout_id in answer)
 
     async def stats(self) -> ShardStats:
         """What all shards count, together."""
-        return total(await asyncio.gather(*(_answer(shard.stats.remote(), None) for shard in self.shards)))
+        return total(await asyncio.gather(*(_ask(shard.stats) for shard in self.shards)))
 
     async def close(self) -> None:
         """The actors stay: they belong to the cluster."""
@@ -134,25 +132,28 @@ class _Lane:
             return
         answers: Sequence[object]
         try:
-            answers = await _answer(self._shard.batch.remote([(method, args) for method, args, _ in batch]), None)
-        except StoreError as error:
+            answers = await _ask(self._shard.batch, [(method, args) for method, args, _ in batch])
+        except GymCaptureError as error:
             answers = [StoreUnavailableError(error.message) for _ in batch]
-        except Exception as error:  # noqa: BLE001 - Ray raises bare ones, and nobody may wait for ever
-            answers = [StoreUnavailableError(f"the state actor cannot be asked: {error!r}") for _ in batch]
         for (_, _, future), answer in zip(batch, answers, strict=True):
             if not future.done():  # else its caller has been cancelled
                 future.set_result(answer)
 
 
-async def _answer(reply: Awaitable[_T], rollout_id: str | None) -> _T:
-    """Awaits an actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe."""
+async def _ask(method: Any, *args: object, about: str | None = None) -> Any:
+    """What an actor answers. Ray repeats a call over a restart; every call is idempotent, so that is safe.
+
+    The one place that classifies what can come of it. `about`: the rollout.
+    """
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):
-            return await reply
+            return await method.remote(*args)
     except RayTaskError as error:
         cause = error.cause
         if isinstance(cause, GymCaptureError):
             raise cause from None
-        raise StoreUnavailableError(f"the state actor failed: {cause!r}", rollout_id=rollout_id) from error
+        raise StoreUnavailableError(f"the state actor failed: {cause!r}", rollout_id=about) from error
     except (RayActorError, TimeoutError) as error:
-        raise StoreUnavailableError("the state actor does not answer", rollout_id=rollout_id) from error
+        raise StoreUnavailableError("the state actor does not answer", rollout_id=about) from error
+    except Exception as error:  # where Ray has ended, or takes no such argument, it raises bare ones
+        raise StoreUnavailableError(f"the state actor cannot be asked: {error!r}", rollout_id=about) from error

@@ -29,7 +29,13 @@ def test_nobody_waits_for_an_actor_that_cannot_be_asked() -> None:
         state = StateClient([cast(ActorHandle[Any], Unreachable())])
         intents = (CallIntent(rollout_id="r", model_call_id=f"c{number}", created_at=1.0) for number in range(3))
         async with asyncio.timeout(10):
-            answers = await asyncio.gather(*map(state.begin_call, intents), return_exceptions=True)
+            answers = await asyncio.gather(
+                *map(state.begin_call, intents),
+                state.freeze("r"),
+                state.clear("r"),
+                state.stats(),
+                return_exceptions=True,
+            )
         for answer in answers:
             assert isinstance(answer, StoreUnavailableError)
             assert "Ray has not been started yet" in answer.message

@@ -119,7 +119,7 @@ def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(nodes: N
             assert [path.name for path in nodes.disk_of(node) if path.name.startswith("shard")] == [
                 name for name in disk if name.startswith("shard")
             ]
-        lost = nodes.cluster.worker_nodes.copy().pop()
+        lost = next(iter(nodes.cluster.worker_nodes))
 
         nodes.lose(lost)
         await check(state, names, calls=4)
