@@ -3,6 +3,7 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready
 
@@ -18,9 +19,9 @@ setup: $(READY)  ## create .venv and install the pinned list (about 3 minutes, 3
 # --no-deps: the list is complete, and resolving would pull in packages that break the CPU build of torch.
 $(READY): requirements/cpu.txt pyproject.toml
 	@echo "Installing the pinned packages into $(VENV) (about 3 minutes, 3 GB)..."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-deps -r requirements/cpu.txt
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation -e .
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@{ $(PIP) install --no-deps -r requirements/cpu.txt && $(PIP) install --no-deps --no-build-isolation -e .; } \
+		>$(VENV)/setup.log 2>&1 || { tail -n 40 $(VENV)/setup.log; echo "make setup failed; all of pip's output is in $(VENV)/setup.log"; exit 1; }
 	@touch $@
 
 demo: $(READY)  ## the main job on a real small model: serve, roll out, build, one GRPO step, table
