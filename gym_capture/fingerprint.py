@@ -10,7 +10,7 @@ What does not count, because clients change it while they echo a conversation:
   with the result's id, the first such call that is not answered yet. A result that answers no open call is told apart
   by its id, as nothing else says what it answers;
 - reasoning of an assistant turn, and whitespace around its text. A turn with nothing in it still is a turn;
-- the spelling of tool arguments (`canonical_arguments`);
+- the spelling of tool arguments (`canonical_arguments`), and the order of the keys of a tool's schema;
 - the volatile part of a system text, by named rules (`NormalizationRule`); a rule that fired is reported.
 
 Everything else counts to the character: roles, system, user and tool result text, tool definitions and their order.
@@ -286,7 +286,10 @@ class _OpenCalls:
 
 
 def _after_tools(tools: tuple[Tool, ...]) -> bytes:
-    texts = ((tool.name, tool.description, tool.parameters_json, "strict" if tool.strict else "") for tool in tools)
+    texts = (
+        (tool.name, tool.description, _canonical_schema(tool.parameters_json), "strict" if tool.strict else "")
+        for tool in tools
+    )
     return _step(_DOMAIN, b"T", *(text for four in texts for text in four))
 
 
@@ -325,6 +328,16 @@ def canonical_arguments(arguments: str) -> str:
         return _NO_ARGUMENTS if value is None or value == {} else "json:" + _ENCODER.encode(value)
     except ValueError:
         return "text:" + arguments
+
+
+def _canonical_schema(schema: str) -> str:
+    """Equal for JSON texts that differ in the order of keys alone. Only ever compared; never sent anywhere."""
+    if nests_too_deep(schema):
+        return schema
+    try:
+        return json.dumps(json.loads(schema), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    except ValueError:
+        return schema
 
 
 def _number(text: str) -> float:
