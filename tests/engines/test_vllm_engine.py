@@ -175,21 +175,6 @@ def test_a_forced_call_cut_by_length_is_the_same_streamed_and_whole(running: Run
     assert [call[1:] for call in streamed.tool_calls] == [(name, arguments)]
 
 
-ORDERED = {
-    "type": "object",
-    "properties": {"z_reason": {"enum": ["because"]}, "a_answer": {"enum": ["yes"]}},
-    "required": ["z_reason", "a_answer"],
-    "additionalProperties": False,
-}
-
-
-@pytest.mark.parametrize("fields", [forced(ORDERED), formatted(ORDERED)], ids=["call", "format"])
-def test_a_grammar_asks_for_properties_in_the_order_of_the_client(running: Running, fields: dict[str, Any]) -> None:
-    _, turn = running.generate(asking(**fields, sampling={"temperature": 0.0}), max_tokens=200)
-    written = turn.tool_calls[0].arguments if turn.tool_calls else turn.text
-    assert list(json.loads(written)) == ["z_reason", "a_answer"]
-
-
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_ST_07_text_of_a_prompt_that_ends_inside_a_character_is_not_repeated(running: Running, stream: bool) -> None:
     template = running.engine.template
