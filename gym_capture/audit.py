@@ -146,7 +146,7 @@ def _opening(template: ChatTemplate) -> Conversation:
     least = Conversation((ask,))
     for opening in (Conversation((system, ask), _TOOLS), Conversation((ask,), _TOOLS), Conversation((system, ask))):
         try:
-            template.render(opening, add_generation_prompt=True)
+            full_prompt(template, opening)
         except TemplateError:
             continue
         return opening

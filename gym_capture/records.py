@@ -120,7 +120,9 @@ class TokenEntry:
     max_tokens: int | None = None
     """The generation limit that the request asked for."""
     normalized: tuple[str, ...] = ()
-    """Names of the normalization rules that fired while fingerprinting."""
+    """Names of the rules by which the request was not taken to the letter: of normalization, by which lineage leaves a
+    volatile header out; of templates, by which a message is written in another place; of lineage, by which the parent
+    was found."""
     routed_experts: npt.NDArray[Any] | None = None
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None

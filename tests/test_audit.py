@@ -15,7 +15,7 @@ from gym_capture.commands.audit_template import command, contiguity_document, ma
 from gym_capture.conversation import AssistantTurn, Conversation, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.records import IdArray
-from gym_capture.template import TemplateError
+from gym_capture.template import Adapted, TemplateError
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "contiguity.md"
 
@@ -66,6 +66,9 @@ class Flawed:
     @property
     def stop_tokens(self) -> frozenset[str]:
         return self.base.stop_tokens
+
+    def adapt(self, conversation: Conversation) -> Adapted:
+        return self.base.adapt(conversation)
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         items = conversation.items

@@ -155,7 +155,7 @@ def tool(
 
 
 def json_text(value: Mapping[str, Any], param: str) -> str:
-    """JSON text without spaces, its keys in the client's order. Raises `InvalidRequestError` for what is nested too deep.
+    """JSON text without spaces, keys in the client's order. Raises `InvalidRequestError` for what is nested too deep.
 
     Templates write schemas and arguments out again, and grammars go through the properties of a schema in turn: sorted,
     a property that the client put last, to be thought about first, would come before its reasons.

@@ -94,6 +94,8 @@ class Tracked:
     epoch: int
     fingerprint: Fingerprint
     may_be_retry: bool
+    rules: tuple[str, ...]
+    """Names of the rules that fired on the request."""
 
 
 class _Sessions:
@@ -147,7 +149,9 @@ class CallService:
         """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
         self._check(request, rollout_id)
         self._check_length(request)
-        request = replace(request, sampling={**request.sampling, **self._pin})
+        adapted = self._engine.template.adapt(request.conversation)
+        sampling = {**request.sampling, **self._pin}
+        request = replace(request, conversation=adapted.conversation, sampling=sampling)
         tracked: Tracked | None = None
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
@@ -159,7 +163,8 @@ class CallService:
                 request_digest=request_digest,
             )
             begun = await self._register(self._state, intent, fingerprint.turn_keys)
-            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry)
+            rules = (*fingerprint.normalized, *adapted.rules)
+            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry, rules)
             resolution = begun.resolution
         try:
             prompt = await self._rendered(request, resolution)
@@ -185,6 +190,7 @@ class CallService:
     async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
         """How many ids the prompt of this request would have if it were a call now. Raises as `begin` does."""
         self._check(request, rollout_id)
+        request = replace(request, conversation=self._engine.template.adapt(request.conversation).conversation)
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
             keys = self._fingerprint(rollout_id, request).turn_keys
@@ -443,7 +449,7 @@ class CallInFlight:
             weight_versions=last.weight_versions,
             sampling=self._generation.sampling,
             max_tokens=self.request.max_tokens,
-            normalized=tracked.fingerprint.normalized,
+            normalized=tracked.rules,
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )

@@ -312,6 +312,7 @@ def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
         put_seconds=tally.put_seconds,
         resolutions=dict(tally.resolutions),
         incomplete=dict(tally.incomplete),
+        rules=dict(tally.rules),
         lineage_reads=hosted.lineage.reads,
         lineage_evictions=hosted.lineage.evictions,
         lineage_rollouts=hosted.lineage.in_memory,
