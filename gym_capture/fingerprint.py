@@ -117,6 +117,8 @@ class Fingerprint:
 
     turn_keys: tuple[str, ...]
     """For each assistant turn of the request, the key of everything up to and including it."""
+    asked_keys: tuple[str, ...]
+    """For each assistant turn of the request, the key of everything before it."""
     normalized: tuple[str, ...]
     """Names of the rules that fired, in the order of the rules."""
     _rules: tuple[NormalizationRule, ...] = field(repr=False)
@@ -129,6 +131,12 @@ class Fingerprint:
     """(item, names of the rules that fired on it), for items where one did."""
     _calls: _OpenCalls = field(repr=False)
     """After the last item."""
+
+    @property
+    def asked_key(self) -> str:
+        """The key of everything before the turn that this request asks for."""
+        items = self._conversation.items
+        return self._states[-2 if items and isinstance(items[-1], AssistantTurn) else -1].hex()
 
     def key_with(self, turn: AssistantTurn) -> str:
         """The key of the request's conversation continued by the generated `turn`.
@@ -159,11 +167,12 @@ class Fingerprinter:
         start = 0
         states: list[bytes]
         if previous is None or previous._rules != self._rules or previous._conversation.tools != tools:
-            states, keys, fired, calls = [_after_tools(tools)], [], [], _OpenCalls()
+            states, keys, asked, fired, calls = [_after_tools(tools)], [], [], [], _OpenCalls()
         else:
             start = self._common(items, types, previous)
             states = list(previous._states[: start + 1])
-            keys = list(previous.turn_keys[: types[:start].count(AssistantTurn)])
+            n_turns = types[:start].count(AssistantTurn)
+            keys, asked = list(previous.turn_keys[:n_turns]), list(previous.asked_keys[:n_turns])
             fired = [(index, names) for index, names in previous._fired if index < start]
             if start == len(previous._conversation.items):
                 calls = previous._calls.copy()
@@ -174,6 +183,7 @@ class Fingerprinter:
             item = items[index]
             if isinstance(item, AssistantTurn):
                 calls.ask(item.tool_calls)
+                asked.append(states[-1].hex())
                 states.append(_after_turn(states[-1], item))
                 keys.append(states[-1].hex())
             elif isinstance(item, ToolResult):
@@ -187,6 +197,7 @@ class Fingerprinter:
         every_name = {name for _, names in fired for name in names}
         return Fingerprint(
             turn_keys=tuple(keys),
+            asked_keys=tuple(asked),
             normalized=tuple(rule.name for rule in self._rules if rule.name in every_name),
             _rules=self._rules,
             _conversation=conversation,

@@ -103,6 +103,11 @@ class TokenEntry:
     """Which of `output_items` the generated ids belong to; None when there is no item."""
     turn_key: str | None = None
     """Fingerprint of the conversation up to and including the generated turn: what lineage matches; None: imported."""
+    asked_key: str | None = None
+    """Fingerprint of the conversation that the turn was generated for, without the turn: by it lineage knows a turn
+    that a client rewrote. None: imported, or raw text."""
+    stopped_turn_key: str | None = None
+    """As `turn_key`, of the turn with the stop string put back that ended it; None if none did."""
     digest: str | None = None
     """`digest_ids` of the cumulative ids (whole prompt + generation); None for imported records without one."""
     finish_reason: str | None = None
