@@ -11,6 +11,7 @@ for it, up to and with its stop token -> `splice` the request that follows -> co
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias
 
@@ -81,6 +82,36 @@ SHAPES: Final = (
 )
 
 
+_SYSTEM: Final = Message("system", "You are a careful assistant.")
+_DEVELOPER: Final = Message("developer", "Answer in metric units.")
+_LATE: Final = Message("system", "The user has gone on a walk.")
+_TALK: Final = (Message("user", "How is the weather in Bergen?"), AssistantTurn(_TEXT), _ASK)
+_PARALLEL: Final = (_TALK[0], AssistantTurn(tool_calls=_CALLS))
+
+MESSAGES: Final[Mapping[str, tuple[Item, ...]]] = {
+    "system first": (_SYSTEM, *_TALK),
+    "developer first": (_DEVELOPER, *_TALK),
+    "several first": (_SYSTEM, _LATE, *_TALK),
+    "system later": (_SYSTEM, *_TALK[:2], _LATE, _ASK),
+    "developer later": (_SYSTEM, *_TALK[:2], _DEVELOPER, _ASK),
+    "results as they came": (*_PARALLEL, *_RESULTS[::-1]),
+}
+"""Conversations with a message that not every template has a place for."""
+
+
+def audit_messages(template: ChatTemplate) -> dict[str, tuple[str, ...] | None]:
+    """By the names of `MESSAGES`, the rules by which the template writes it all; None: it does not."""
+    found: dict[str, tuple[str, ...] | None] = {}
+    for name, items in MESSAGES.items():
+        adapted = template.adapt(Conversation(items, _TOOLS if _PARALLEL[1] in items else ()))
+        try:
+            full_prompt(template, adapted.conversation)
+            found[name] = adapted.rules
+        except TemplateError:
+            found[name] = None
+    return found
+
+
 def audit(template: ChatTemplate) -> dict[str, Cell]:
     """Every shape's cell, by the shape's name."""
     return {shape.name: _audit_shape(template, shape) for shape in SHAPES}
@@ -146,7 +177,7 @@ def _opening(template: ChatTemplate) -> Conversation:
     least = Conversation((ask,))
     for opening in (Conversation((system, ask), _TOOLS), Conversation((ask,), _TOOLS), Conversation((system, ask))):
         try:
-            template.render(opening, add_generation_prompt=True)
+            full_prompt(template, opening)
         except TemplateError:
             continue
         return opening

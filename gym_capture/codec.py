@@ -75,7 +75,8 @@ _HEADER_FIELDS: Final = frozenset(
     (
         *("rollout_id", "model_call_id", "model", "requested_model", "has_tools"),
         # left out at their default
-        *("prompt_offset", "token_item_index", "turn_key", "digest", "finish_reason", "stop_reason", "delivered"),
+        *("prompt_offset", "token_item_index", "turn_key", "asked_key", "stopped_turn_key", "digest"),
+        *("finish_reason", "stop_reason", "delivered"),
         *("prefix_requested", "prefix_supplied", "max_tokens"),
         # structured; left out when empty
         *("parent", "weight_versions", "sampling", "normalized"),
@@ -153,6 +154,10 @@ def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) ->
         header["token_item_index"] = entry.token_item_index
     if entry.turn_key is not None:
         header["turn_key"] = entry.turn_key
+    if entry.asked_key is not None:
+        header["asked_key"] = entry.asked_key
+    if entry.stopped_turn_key is not None:
+        header["stopped_turn_key"] = entry.stopped_turn_key
     if entry.digest is not None:
         header["digest"] = entry.digest
     if entry.finish_reason is not None:

@@ -56,7 +56,8 @@ class Tool(NamedTuple):
     name: str
     description: str
     parameters_json: str
-    """JSON schema of the arguments, as canonical JSON text (sorted keys, no spaces)."""
+    """JSON schema of the arguments, as JSON text without spaces; its keys stand in the order in which the client sent
+    them, which is the order in which templates write them and grammars ask for them."""
     strict: bool = False
     """A forced call's arguments must follow the schema, by the grammar that the engine samples under."""
 

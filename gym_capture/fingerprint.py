@@ -10,7 +10,7 @@ What does not count, because clients change it while they echo a conversation:
   with the result's id, the first such call that is not answered yet. A result that answers no open call is told apart
   by its id, as nothing else says what it answers;
 - reasoning of an assistant turn, and whitespace around its text. A turn with nothing in it still is a turn;
-- the spelling of tool arguments (`canonical_arguments`);
+- the spelling of tool arguments (`canonical_arguments`), and the order of the keys of a tool's schema;
 - the volatile part of a system text, by named rules (`NormalizationRule`); a rule that fired is reported.
 
 Everything else counts to the character: roles, system, user and tool result text, tool definitions and their order.
@@ -117,6 +117,8 @@ class Fingerprint:
 
     turn_keys: tuple[str, ...]
     """For each assistant turn of the request, the key of everything up to and including it."""
+    asked_keys: tuple[str, ...]
+    """For each assistant turn of the request, the key of everything before it."""
     normalized: tuple[str, ...]
     """Names of the rules that fired, in the order of the rules."""
     _rules: tuple[NormalizationRule, ...] = field(repr=False)
@@ -129,6 +131,12 @@ class Fingerprint:
     """(item, names of the rules that fired on it), for items where one did."""
     _calls: _OpenCalls = field(repr=False)
     """After the last item."""
+
+    @property
+    def asked_key(self) -> str:
+        """The key of everything before the turn that this request asks for."""
+        items = self._conversation.items
+        return self._states[-2 if items and isinstance(items[-1], AssistantTurn) else -1].hex()
 
     def key_with(self, turn: AssistantTurn) -> str:
         """The key of the request's conversation continued by the generated `turn`.
@@ -159,11 +167,12 @@ class Fingerprinter:
         start = 0
         states: list[bytes]
         if previous is None or previous._rules != self._rules or previous._conversation.tools != tools:
-            states, keys, fired, calls = [_after_tools(tools)], [], [], _OpenCalls()
+            states, keys, asked, fired, calls = [_after_tools(tools)], [], [], [], _OpenCalls()
         else:
             start = self._common(items, types, previous)
             states = list(previous._states[: start + 1])
-            keys = list(previous.turn_keys[: types[:start].count(AssistantTurn)])
+            n_turns = types[:start].count(AssistantTurn)
+            keys, asked = list(previous.turn_keys[:n_turns]), list(previous.asked_keys[:n_turns])
             fired = [(index, names) for index, names in previous._fired if index < start]
             if start == len(previous._conversation.items):
                 calls = previous._calls.copy()
@@ -174,6 +183,7 @@ class Fingerprinter:
             item = items[index]
             if isinstance(item, AssistantTurn):
                 calls.ask(item.tool_calls)
+                asked.append(states[-1].hex())
                 states.append(_after_turn(states[-1], item))
                 keys.append(states[-1].hex())
             elif isinstance(item, ToolResult):
@@ -187,6 +197,7 @@ class Fingerprinter:
         every_name = {name for _, names in fired for name in names}
         return Fingerprint(
             turn_keys=tuple(keys),
+            asked_keys=tuple(asked),
             normalized=tuple(rule.name for rule in self._rules if rule.name in every_name),
             _rules=self._rules,
             _conversation=conversation,
@@ -286,7 +297,10 @@ class _OpenCalls:
 
 
 def _after_tools(tools: tuple[Tool, ...]) -> bytes:
-    texts = ((tool.name, tool.description, tool.parameters_json, "strict" if tool.strict else "") for tool in tools)
+    texts = (
+        (tool.name, tool.description, _canonical_schema(tool.parameters_json), "strict" if tool.strict else "")
+        for tool in tools
+    )
     return _step(_DOMAIN, b"T", *(text for four in texts for text in four))
 
 
@@ -325,6 +339,16 @@ def canonical_arguments(arguments: str) -> str:
         return _NO_ARGUMENTS if value is None or value == {} else "json:" + _ENCODER.encode(value)
     except ValueError:
         return "text:" + arguments
+
+
+def _canonical_schema(schema: str) -> str:
+    """Equal for JSON texts that differ in the order of keys alone. Only ever compared; never sent anywhere."""
+    if nests_too_deep(schema):
+        return schema
+    try:
+        return json.dumps(json.loads(schema), sort_keys=True, ensure_ascii=False, separators=(",", ":"))
+    except ValueError:
+        return schema
 
 
 def _number(text: str) -> float:

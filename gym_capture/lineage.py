@@ -25,6 +25,9 @@ from gym_capture.protocols import Resolution, Resolved
 from gym_capture.records import Continues, IdArray, RecordProblem, Root, TokenEntry, Unresolved, id_bytes, new_digest
 
 _NOT_CONTINUABLE: Final = frozenset({"abort", "error"})
+STOP_STRING_PUT_BACK: Final = "stop_string_put_back"
+"""The rule for clients that end a turn with the stop string that ended it, which a reply leaves out: the policy did
+sample it, and it is among the call's ids. Of the very string that ended that call, and of nothing else."""
 _WORTH_SHARING_IDS: Final = 256
 """Keeping this many ids a second time costs about what another strand does."""
 
@@ -62,7 +65,7 @@ class LineageIndex:
         in_order = sorted(entries, key=lambda entry: (entry.cum_len, entry.prompt_offset))
         return tuple(problem for entry in in_order for problem in self.add(entry))
 
-    def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
+    def resolve(self, rollout_id: str, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Resolution:
         """What a request with these turn keys continues (`protocols.LineageStore`).
 
         The latest turn that a call owns decides, even if it is ambiguous: going back further would cut off a turn that
@@ -70,7 +73,12 @@ class LineageIndex:
         stands for all. Of calls that differ in ids, one is told apart only if it was delivered whole and all others are
         known not to have been: then the client can have the text from nowhere else.
 
-        Unresolved reasons: `unknown_rollout` (no call of it is indexed), `no_match`, `ambiguous`.
+        A turn that a stop string ended is also that call's turn with the string put back (`stop_string_put_back`).
+
+        `asked_keys`: for each turn, the fingerprint of everything before it; only for the name of a reason.
+
+        Unresolved reasons: `unknown_rollout` (no call of it is indexed), `ambiguous`, `rewritten_turn` (a call was
+        asked for a turn right there, and generated another than the client has), `no_match`.
         """
         if not turn_keys:
             return Root()
@@ -83,8 +91,9 @@ class LineageIndex:
                 parent = _the_one(owners)
                 if parent is None:
                     return Unresolved("ambiguous")
-                return Resolved(parent.call_id, turn, parent.strand.ids(parent.end))
-        return Unresolved("no_match")
+                rule = None if parent.owned_key == turn_keys[turn] else STOP_STRING_PUT_BACK
+                return Resolved(parent.call_id, turn, parent.strand.ids(parent.end), rule)
+        return Unresolved("no_match" if rollout.asked.isdisjoint(asked_keys) else "rewritten_turn")
 
     def may_be_retry(self, rollout_id: str, resolution: Resolution) -> bool:
         """Whether a recorded call may be an earlier try of a request that `resolve` gave this answer.
@@ -193,12 +202,14 @@ class _Call:
 class _Rollout:
     """The calls of one rollout."""
 
-    __slots__ = ("_latest", "calls", "continued", "has_unproven", "nbytes", "owners")
+    __slots__ = ("_latest", "asked", "calls", "continued", "has_unproven", "nbytes", "owners")
 
     def __init__(self) -> None:
         self.calls: dict[str, _Call] = {}
         self.owners: dict[str, list[_Call]] = {}
         """By turn key: the calls that generated that turn and can be continued."""
+        self.asked: set[str] = set()
+        """What was before those turns."""
         self.continued: set[str | None] = set()
         """The calls that others continue; None: there is a call without a parent."""
         self.has_unproven = False
@@ -253,10 +264,14 @@ class _Rollout:
         self.continued.add(entry.parent.call_id if isinstance(entry.parent, Continues) else None)
         self.has_unproven = self.has_unproven or isinstance(entry.parent, Unresolved)
         if call.owned_key is not None:
-            if call.owned_key not in self.owners:
-                self.owners[call.owned_key] = []
-                self.nbytes += _OWNED_KEY_BYTES + sys.getsizeof(call.owned_key)
-            self.owners[call.owned_key].append(call)
+            for key in filter(None, dict.fromkeys((call.owned_key, entry.stopped_turn_key))):
+                if key not in self.owners:
+                    self.owners[key] = []
+                    self.nbytes += _OWNED_KEY_BYTES + sys.getsizeof(key)
+                self.owners[key].append(call)
+            if entry.asked_key is not None and entry.asked_key not in self.asked:
+                self.asked.add(entry.asked_key)
+                self.nbytes += _ASKED_KEY_BYTES + sys.getsizeof(entry.asked_key)
         return None
 
 
@@ -304,4 +319,5 @@ _ROLLOUT_BYTES: Final = 400
 _STRAND_BYTES: Final = 550
 _CALL_BYTES: Final = 270
 _OWNED_KEY_BYTES: Final = 180
+_ASKED_KEY_BYTES: Final = 60
 """Python objects and dict slots around what is counted exactly, as measured; a hash state is 280 of a strand's."""

@@ -53,7 +53,9 @@ class LineageCache:
         """The store has these already."""
         self._absent.update(rollout_ids)
 
-    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> tuple[Resolution, bool]:
+    async def resolve(
+        self, rollout_id: str, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()
+    ) -> tuple[Resolution, bool]:
         """What `LineageIndex.resolve` and `may_be_retry` say. Raises what reading the store raises."""
         # What somebody waits for stays until he had it: two rollouts that do not fit together would evict each other.
         self._awaited[rollout_id] += 1
@@ -66,7 +68,7 @@ class LineageCache:
                 del self._awaited[rollout_id]
         if rollout_id in self._recent:
             self._recent.move_to_end(rollout_id)
-        resolution = self._index.resolve(rollout_id, turn_keys)
+        resolution = self._index.resolve(rollout_id, turn_keys, asked_keys)
         return resolution, self._index.may_be_retry(rollout_id, resolution)
 
     async def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:

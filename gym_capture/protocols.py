@@ -97,6 +97,8 @@ class Resolved:
     """Which of the request's assistant turns, from 0, is that call's own generated turn."""
     cumulative_ids: IdArray
     """int32. That call's prompt and generated ids: the exact prefix to supply."""
+    rule: str | None = None
+    """Name of the rule by which the turn counts as that call's, if it is not the turn as it was sent."""
 
 
 Resolution: TypeAlias = Root | Resolved | Unresolved
@@ -107,7 +109,8 @@ class LineageStore(Protocol):
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         """`turn_keys`: for each assistant turn of the request, in order, the fingerprint of everything up to and
-        including it (`fingerprint.turn_keys`). The latest one that a recorded call owns decides; candidates that
-        differ in ids give `Unresolved("ambiguous")`. Never answers with another rollout's ids.
+        including it (`fingerprint.turn_keys`). The latest one that a recorded call owns decides; a call owns its
+        `turn_key`, and its `stopped_turn_key`, of which `Resolved.rule` then tells. Candidates that differ in ids give
+        `Unresolved("ambiguous")`. Never answers with another rollout's ids.
         """
         ...

@@ -103,6 +103,11 @@ class TokenEntry:
     """Which of `output_items` the generated ids belong to; None when there is no item."""
     turn_key: str | None = None
     """Fingerprint of the conversation up to and including the generated turn: what lineage matches; None: imported."""
+    asked_key: str | None = None
+    """Fingerprint of the conversation that the turn was generated for, without the turn: by it lineage knows a turn
+    that a client rewrote. None: imported, or raw text."""
+    stopped_turn_key: str | None = None
+    """As `turn_key`, of the turn with the stop string put back that ended it; None if none did."""
     digest: str | None = None
     """`digest_ids` of the cumulative ids (whole prompt + generation); None for imported records without one."""
     finish_reason: str | None = None
@@ -120,7 +125,9 @@ class TokenEntry:
     max_tokens: int | None = None
     """The generation limit that the request asked for."""
     normalized: tuple[str, ...] = ()
-    """Names of the normalization rules that fired while fingerprinting."""
+    """Names of the rules by which the request was not taken to the letter: of normalization, by which lineage leaves a
+    volatile header out; of templates, by which a message is written in another place; of lineage, by which the parent
+    was found."""
     routed_experts: npt.NDArray[Any] | None = None
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None

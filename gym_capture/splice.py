@@ -10,7 +10,8 @@ turn and nothing new before it -> see how much of the close the parent's ids alr
 rendering without marks ends -> tokenize that rest alone, and append it.
 
 Nothing counts end-of-turn ids, compares old text, or tokenizes history. Cost: two renderings, and the tokens of the
-tail. A turn that was cut short costs two renderings more.
+tail. A turn that was cut short costs two renderings more. A whole conversation costs two as well: the second, with
+marks, shows that the template wrote every message.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Final, Literal, NamedTuple, TypeAlias, get_args
 
 import numpy as np
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Tool
+from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool
 from gym_capture.records import IdArray
 from gym_capture.template import ChatTemplate, Protected, TemplateError, encode_rendered, protect, split_controls
 
@@ -38,6 +39,7 @@ NotSplicedReason: TypeAlias = Literal[
 ]
 NOT_SPLICED_REASONS: Final[tuple[NotSplicedReason, ...]] = get_args(NotSplicedReason)
 
+_SPACE: Final = re.compile(r"\s")
 _TURN: Final = -1
 """The number of the mark at the end of the parent's turn."""
 
@@ -62,9 +64,22 @@ class NotSpliced:
 
 
 def full_prompt(template: ChatTemplate, conversation: Conversation) -> IdArray:
-    """int32 ids of the whole conversation and the generation prompt. Raises `TemplateError` if the template refuses."""
+    """int32 ids of the whole conversation and the generation prompt.
+
+    Raises `TemplateError` if the template refuses the conversation, or leaves out a message or a tool result: an agent
+    that relies on what the policy never saw would be trained on it.
+    """
     protected = protect(template, conversation)
-    return encode_rendered(template, template.render(protected.conversation, add_generation_prompt=True), protected)
+    text = template.render(protected.conversation, add_generation_prompt=True)
+    lost = _lost_item(template, protected, text)
+    if lost is not None:
+        item = protected.conversation.items[lost]
+        what = f"such a {item.role} message" if isinstance(item, Message) else "tool results"
+        raise TemplateError(
+            f"this model's chat template does not write {what}: number {lost + 1} of the conversation would be lost",
+            param="messages",
+        )
+    return encode_rendered(template, text, protected)
 
 
 def splice(
@@ -86,6 +101,24 @@ def splice(
         # Some write a turn's text behind the results of its calls. The parent's ids have it where it was said.
         return _continue(template, protected, parent._replace(item=parent.item._replace(text="")), parent_ids)
     return result
+
+
+def _lost_item(template: ChatTemplate, protected: Protected, text: str) -> int | None:
+    """The first message or tool result of which `text`, the conversation's rendering, has nothing.
+
+    Proven with marks, as a short text stands in others, too. Assistant turns are left to the template, which may strip
+    what was thought or said in them.
+    """
+    nonce, items = protected.nonce, protected.conversation.items
+    sent = [n for n, item in enumerate(items) if _markable(item) and not isinstance(item, AssistantTurn)]
+    marked = list(items)
+    for n in sent:
+        marked[n] = items[n]._replace(text=_with_mark_inside(items[n].text, f"{nonce}M{n}Z", nonce))
+    try:
+        proof = template.render(protected.conversation._replace(items=tuple(marked)), add_generation_prompt=True)
+    except TemplateError:
+        return next((n for n in sent if items[n].text.strip() not in text), None)
+    return next((n for n in sent if f"{nonce}M{n}Z" not in proof), None)
 
 
 class _ParentTurn(NamedTuple):
@@ -197,18 +230,24 @@ class _Marked:
         text = item.text
         if not _markable(item) or (isinstance(item, AssistantTurn) and number > self.parent.at):
             return text
-        end = len(text.rstrip())
         if not isinstance(item, AssistantTurn):
-            middle = (end + len(text[:end]) - len(text[:end].lstrip())) // 2
-            space = re.compile(r"\s").search(text, middle, end)
-            if space is not None:
-                end = space.start()
-            elif self._nonce not in text:  # else it would fall into a stand-in
-                end = middle
+            return _with_mark_inside(text, self._mark(number), self._nonce)
+        end = len(text.rstrip())
         return text[:end] + self._mark(number) + text[end:]
 
     def _mark_tool(self, tool: Tool, number: int) -> Tool:
         return tool._replace(description=tool.description + self._mark(number))
+
+
+def _with_mark_inside(text: str, mark: str, nonce: str) -> str:
+    end = len(text.rstrip())
+    middle = (end + len(text[:end]) - len(text[:end].lstrip())) // 2
+    space = _SPACE.search(text, middle, end)
+    if space is not None:
+        end = space.start()
+    elif nonce not in text:  # else it would fall into a stand-in
+        end = middle
+    return text[:end] + mark + text[end:]
 
 
 def _with_item(items: Sequence[Item], at: int, item: Item) -> tuple[Item, ...]:

@@ -18,7 +18,7 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -41,6 +41,15 @@ class TemplateError(InvalidRequestError):
     """The chat template refuses this conversation; the message is the template's own where it gives one."""
 
 
+class Adapted(NamedTuple):
+    """A conversation as a template takes it."""
+
+    conversation: Conversation
+    """What lineage compares: two conversations that differ in what the template cannot tell apart are the same here."""
+    rules: tuple[str, ...] = ()
+    """Names of the rules by which it is written otherwise than it was sent; recorded with the call."""
+
+
 class ChatTemplate(Protocol):
     """A chat template on a tokenizer: conversations to text, text to ids."""
 
@@ -52,6 +61,10 @@ class ChatTemplate(Protocol):
     @property
     def stop_tokens(self) -> frozenset[str]:
         """Those of `special_tokens` that end a generation, whichever of them the template itself writes."""
+        ...
+
+    def adapt(self, conversation: Conversation) -> Adapted:
+        """How this template takes a conversation. Adapting it again changes nothing, and `render` does so by itself."""
         ...
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:

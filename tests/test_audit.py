@@ -15,7 +15,7 @@ from gym_capture.commands.audit_template import command, contiguity_document, ma
 from gym_capture.conversation import AssistantTurn, Conversation, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.records import IdArray
-from gym_capture.template import TemplateError
+from gym_capture.template import Adapted, TemplateError
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "contiguity.md"
 
@@ -66,6 +66,9 @@ class Flawed:
     @property
     def stop_tokens(self) -> frozenset[str]:
         return self.base.stop_tokens
+
+    def adapt(self, conversation: Conversation) -> Adapted:
+        return self.base.adapt(conversation)
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         items = conversation.items
@@ -142,3 +145,17 @@ def test_template_arguments_must_be_a_json_object(tmp_path: Path, kwargs: str) -
     file.write_text(CHATML)
     assert run(str(file), "--chat-template-kwargs", kwargs)[0] != 0
     assert run(str(file), "--chat-template-kwargs", '{"enable_thinking": false}')[0] == 0
+
+
+def test_the_command_says_how_messages_are_written(tmp_path: Path) -> None:
+    file = tmp_path / "some.jinja"
+    file.write_text(
+        CHATML.replace(
+            "{%- for message",
+            "{%- if messages[1].role == 'system' %}{{ raise_exception('once') }}{% endif %}{%- for message",
+            1,
+        )
+    )
+    _, output = run(str(file))
+    assert "system_joined" in output
+    assert "results_in_call_order" in output

@@ -223,6 +223,17 @@ def test_FP_14_other_tools_are_another_history() -> None:
     assert keys(USER, AssistantTurn(), tools=(READ, WRITE)) != keys(USER, AssistantTurn(), tools=(WRITE, READ))
 
 
+def test_the_order_of_a_schemas_keys_does_not_count_and_everything_else_in_it_does() -> None:
+    def with_schema(schema: str) -> list[str]:
+        return keys(USER, AssistantTurn("A"), tools=(READ._replace(parameters_json=schema),))
+
+    recorded = with_schema('{"type":"object","properties":{"z":{"type":"string"},"a":{"enum":[1,2]}}}')
+    assert recorded == with_schema('{"properties":{"a":{"enum":[1,2]},"z":{"type":"string"}},"type":"object"}')
+    assert recorded != with_schema('{"type":"object","properties":{"z":{"type":"string"},"a":{"enum":[2,1]}}}')
+    assert recorded != with_schema('{"type":"object","properties":{"z":{"type":"string"}}}')
+    assert with_schema("[" * 10_000) != with_schema("no JSON"), "nothing that a client sends raises"
+
+
 @pytest.mark.parametrize("other", [Message("system", "Q"), Message("developer", "Q"), Message("user", "Q ")])
 def test_roles_and_whitespace_of_what_the_client_wrote_count(other: Message) -> None:
     assert key(USER, AssistantTurn("A")) != key(other, AssistantTurn("A"))

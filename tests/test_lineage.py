@@ -191,6 +191,38 @@ def test_delivery_tells_ids_apart_not_calls() -> None:
     )
 
 
+def test_a_turn_with_its_stop_string_put_back_is_that_calls_turn() -> None:
+    stopped = replace(A, stopped_turn_key="a and its stop string")
+    index = indexed(stopped, B)
+    assert parent_of(index, "a and its stop string") == "a"
+    resolution = index.resolve("r", ("a and its stop string",))
+    assert isinstance(resolution, Resolved)
+    assert resolution.rule == "stop_string_put_back"
+    plain = index.resolve("r", ("key of a",))
+    assert isinstance(plain, Resolved)
+    assert plain.rule is None
+    # Another call that said these very words, stop string included, is a rival like any other.
+    rival = call("c", [1, 2, 3], [4, 8, 9], key="a and its stop string")
+    assert indexed(stopped, rival).resolve("r", ("a and its stop string",)) == Unresolved("ambiguous")
+    aborted = replace(stopped, finish_reason="abort")
+    assert indexed(aborted).resolve("r", ("a and its stop string",)) == Unresolved("no_match")
+
+
+def test_a_rewritten_turn_is_told_from_one_of_which_nothing_is_known() -> None:
+    asked = replace(A, asked_key="what a was asked")
+    for index in (indexed(asked), LineageIndex()):
+        index.rebuild([asked])
+        assert index.resolve("r", ("other",), ("what a was asked",)) == Unresolved("rewritten_turn")
+        assert index.resolve("r", ("few-shot", "other"), ("x", "what a was asked")) == Unresolved("rewritten_turn")
+        assert index.resolve("r", ("other",), ("something else",)) == Unresolved("no_match")
+        assert index.resolve("r", ("other",)) == Unresolved("no_match")
+        assert parent_of(index, "key of a") == "a"
+    cut_off = replace(asked, finish_reason="abort")
+    assert indexed(cut_off).resolve("r", ("other",), ("what a was asked",)) == Unresolved("no_match"), (
+        "a client has what it saw of a turn that was cut off, and rewrote nothing"
+    )
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_BD_14_a_call_that_did_not_finish_is_no_parent(reason: str) -> None:
     aborted = call("c1", [1, 2], [3, 4], key="k", finish_reason=reason)

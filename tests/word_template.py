@@ -14,6 +14,7 @@ import numpy as np
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
 from gym_capture.records import IdArray
 from gym_capture.splice import NotSpliced, Spliced
+from gym_capture.template import Adapted
 
 IDS = {
     "<|im_start|>": 1,
@@ -54,6 +55,9 @@ class WordTemplate:
     special_tokens: frozenset[str] = CONTROLS
     stop_tokens: frozenset[str] = frozenset({"<|im_end|>", "<|endoftext|>"})
     encoded: list[str] = field(default_factory=list)
+
+    def adapt(self, conversation: Conversation) -> Adapted:
+        return Adapted(conversation)
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
         return self.rendering(conversation, add_generation_prompt)

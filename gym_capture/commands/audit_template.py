@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
@@ -26,7 +26,7 @@ from rich.table import Table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gym_capture.audit import SHAPES, Cell, audit
+from gym_capture.audit import MESSAGES, SHAPES, audit, audit_messages
 from gym_capture.commands.loading import explained
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
@@ -77,6 +77,12 @@ def command(
         meaning = _MEANINGS[cell.verdict] + (f" ({cell.detail})" if cell.detail else "")
         table.add_row(name, f"[{_COLORS[cell.verdict]}]{cell.verdict}[/]", escape(meaning))
     console.print(table)
+    messages = Table(title="messages", title_justify="left")
+    for column in ("message", "how it is written"):
+        messages.add_column(column)
+    for name, rules in audit_messages(template).items():
+        messages.add_row(name, _written(rules, as_sent="as it was sent", refused="[dim]refused[/]"))
+    console.print(messages)
     if any(cell.verdict == "hole" for cell in cells.values()):
         raise typer.Exit(1)
 
@@ -141,8 +147,19 @@ def shipped_templates() -> dict[str, str]:
 
 def contiguity_document() -> str:
     """docs/contiguity.md."""
-    rows = {name: audit(on_made_tokenizer(source)) for name, source in sorted(shipped_templates().items())}
-    return _INTRODUCTION.format(trl=importlib.metadata.version("trl"), **_MARKS) + "\n".join(_table(rows)) + "\n"
+    templates = {name: on_made_tokenizer(source) for name, source in sorted(shipped_templates().items())}
+    turns = {
+        name: [_MARKS.get(cell.verdict, cell.detail) for cell in audit(template).values()]
+        for name, template in templates.items()
+    }
+    messages = {
+        name: [_written(rules, as_sent="=", refused="·") for rules in audit_messages(template).values()]
+        for name, template in templates.items()
+    }
+    text = _INTRODUCTION.format(trl=importlib.metadata.version("trl"), **_MARKS)
+    return "\n".join(
+        [text, *_table([shape.name for shape in SHAPES], turns), "", _MESSAGES, *_table(tuple(MESSAGES), messages), ""]
+    )
 
 
 _INTRODUCTION: Final = """\
@@ -166,20 +183,52 @@ the generation prompt opened it.
 Templates are those of this package (`chatml_tools`) and of `trl` {trl}, each on a small tokenizer trained on its text
 that knows its control tokens. Templates of a family that agree in every cell share a row. For a model of your own:
 `gym-capture audit-template MODEL_FOLDER`. `make contiguity-table` writes this file.
+"""
 
+_MESSAGES: Final = """\
+## Messages that a template has no place for
+
+Agents send more kinds of messages than templates know: a developer's, one of the system in the middle of a
+conversation, results of parallel calls in the order in which they were done. A template may refuse such a message,
+leave it out without a word, or write it to the top, which changes all that was written before. So each template is
+asked once, by rendering probes, and a message goes to the first place that keeps it - in words that stay the same as
+the conversation goes on. A message, or a tool result, that the template writes nowhere is a 400: for every prompt that
+is rendered as a whole, marks in its messages show that all of them arrived.
+
+| | |
+|---|---|
+| `=` | written as it was sent |
+| `developer_as_system` | written as a system message |
+| `system_joined` | the messages that begin a conversation are written as one, a blank line between them |
+| `system_in_user` | written as the beginning of the first user message |
+| `late_system_as_user` | written as a user message where it stands |
+| `late_system_in_user` | joined to the user message behind it, or else before it, in the same turn of the user |
+| `results_in_call_order` | written in the order of the calls: the template has no ids to tell results apart by |
+| `·` | a 400: the template does not write it |
+
+Each call's record names the rules that fired on its request (`normalized`), and `/stats` counts them (`rules`). Results
+are put in order only if they are one for each call of the turn before, each by its id; everything else keeps its order.
+Lineage compares conversations with results in that order: it takes either order for the same where the template does.
+
+A developer message is written as such only by templates that speak of one. `results as they came` are two results in
+the reverse order of their calls.
 """
 
 
-def _table(rows: Mapping[str, Mapping[str, Cell]]) -> list[str]:
-    lines = [f"| template | {' | '.join(shape.name for shape in SHAPES)} |", "|---" * (len(SHAPES) + 1) + "|"]
+def _table(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> list[str]:
+    """Templates by family; those of a family that agree in every cell share a row."""
+    lines = [f"| template | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
     for family, names in groupby(rows, key=_family):
-        lines.append(f"| **{family}** |" + " |" * len(SHAPES))
+        lines.append(f"| **{family}** |" + " |" * len(columns))
         alike: dict[str, list[str]] = {}
         for name in names:
-            cells = " | ".join(_MARKS.get(cell.verdict, cell.detail) for cell in rows[name].values())
-            alike.setdefault(cells, []).append(f"`{name}`")
+            alike.setdefault(" | ".join(rows[name]), []).append(f"`{name}`")
         lines += [f"| {', '.join(members)} | {cells} |" for cells, members in alike.items()]
     return lines
+
+
+def _written(rules: Sequence[str] | None, *, as_sent: str, refused: str) -> str:
+    return refused if rules is None else ", ".join(rules) or as_sent
 
 
 def _family(name: str) -> str:

@@ -97,6 +97,16 @@ async def latest_known_turn_decides(store: StoreWithLineage) -> None:
     _expect_parent(await store.resolve("r", ("a few-shot turn", *_keys(first))), first, turn=1)
 
 
+async def stop_string_may_be_put_back(store: StoreWithLineage) -> None:
+    """A call owns its turn with the stop string put back that ended it, too; the answer names the rule."""
+    entry = replace(sample_entry("r", "c"), stopped_turn_key="with the stop string")
+    await _record(store, entry, await store.begin_call(sample_intent("r", "c")))
+    for key, rule in ((entry.turn_key or "", None), ("with the stop string", "stop_string_put_back")):
+        resolution = await store.resolve("r", (key,))
+        _expect_parent(resolution, entry, turn=0)
+        expect_equal(resolution.rule if isinstance(resolution, Resolved) else "", rule, "rule")
+
+
 async def branches_share_their_parent(store: StoreWithLineage) -> None:
     """A call stays a parent after calls have continued it: every branch gets it."""
     parent, epoch = await run_call(store, "r", "c")
@@ -247,6 +257,7 @@ LINEAGE_CHECKS: Final[Mapping[str, LineageCheck]] = {
         recorded_call_is_resolved,
         ids_of_deltas_are_whole,
         latest_known_turn_decides,
+        stop_string_may_be_put_back,
         branches_share_their_parent,
         unknown_turn_is_unresolved,
         never_across_rollouts,

@@ -64,6 +64,8 @@ CALL_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("output_items", pa.string(), nullable=False),  # JSON: Responses items
         pa.field("token_item_index", pa.int64()),
         pa.field("turn_key", pa.string()),
+        pa.field("asked_key", pa.string()),
+        pa.field("stopped_turn_key", pa.string()),
         pa.field("digest", pa.string()),
         pa.field("finish_reason", pa.string()),
         pa.field("stop_reason", pa.string()),
@@ -161,6 +163,8 @@ def call_row(entry: TokenEntry) -> dict[str, Any]:
         "output_items": [dict(item) for item in entry.output_items],
         "token_item_index": entry.token_item_index,
         "turn_key": entry.turn_key,
+        "asked_key": entry.asked_key,
+        "stopped_turn_key": entry.stopped_turn_key,
         "digest": entry.digest,
         "finish_reason": entry.finish_reason,
         "stop_reason": entry.stop_reason,

@@ -41,7 +41,7 @@ def arguments_of(value: Mapping[str, Any], param: str) -> str:
     if _is_wrapped(value):
         text: str = value[_WRAPPER]
         return text
-    return fields.json_text(value, param, sort_keys=False)
+    return fields.json_text(value, param)
 
 
 def _is_wrapped(value: Mapping[str, Any]) -> bool:

@@ -1,12 +1,12 @@
 """A `ChatTemplate` over a Hugging Face tokenizer and its Jinja chat template.
 
-Invariant: `render` gives what vLLM renders for the same chat, wherever vLLM renders it at all: the same messages go
-into the same template. Beyond that it only ever appends: a system message in the middle of a conversation, which
-some templates refuse, is written there as a user message.
+Invariant: `render` gives what vLLM renders for the same chat, wherever that has all of it, and in order: the same
+messages go into the same template. Where it has not - the template refuses a system message in the middle, leaves it
+out, or moves it to the top - named rules find it a place (`hf_messages`).
 
 Flow: `from_tokenizer` asks the template a few questions by rendering probes (are contents strings or lists of parts,
-may a system message stand in the middle, what ends a turn) -> `render` turns items into messages, the way the
-answers say, and renders -> `encode` tokenizes.
+where does a message of the system go, do results say which call they answer, what ends a turn) -> `adapt` -> `render`
+turns items into messages, the way the answers say, and renders -> `encode` tokenizes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import copy
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, Protocol, get_args
 
 import jinja2
 import numpy as np
@@ -28,11 +28,10 @@ from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.engines.hf_messages import FirstSystem, Habits, LateSystem, in_call_order, place, to_messages
 from gym_capture.errors import ConfigError
 from gym_capture.records import IdArray
-from gym_capture.template import TemplateError, control_pattern, digest_id, nests_too_deep, new_nonce, split_controls
-
-HfMessage: TypeAlias = dict[str, Any]
+from gym_capture.template import Adapted, TemplateError, control_pattern, new_nonce, split_controls
 
 # Some models have control tokens that are not marked as special, such as <｜User｜>. Names in mere brackets, such as
 # <think>, are no control tokens: clients write them in texts, and templates look for them there.
@@ -48,25 +47,6 @@ _REFUSALS: Final = (
     ArithmeticError,
     RecursionError,
 )
-_SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Habits:
-    """What a template wants of its messages; found out by rendering probes."""
-
-    content_parts: bool = False
-    """Contents are lists of parts, not strings."""
-    developer_role: bool = True
-    """It knows the developer role; else developer messages are written as system messages."""
-    inline_system: bool = True
-    """A system message may stand anywhere; else only first, and later ones are written as user messages."""
-    short_call_ids: bool = False
-    """Tool-call ids must be nine letters or digits."""
-    text_arguments: bool = False
-    """A call's arguments are JSON text, not an object."""
-    thinking: bool = False
-    """Reasoning is read from `thinking` alone - and not beside both text and calls."""
 
 
 class _Codec(Protocol):
@@ -210,8 +190,15 @@ class HfChatTemplate:
 
     # --- ChatTemplate ---
 
+    def adapt(self, conversation: Conversation) -> Adapted:
+        items = conversation.items if self._habits.result_ids else in_call_order(conversation.items)
+        ordered = () if items == conversation.items else ("results_in_call_order",)
+        return Adapted(conversation._replace(items=items), (*place(items, self._habits).rules, *ordered))
+
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:
-        return self._render(conversation, self._habits, add_generation_prompt=add_generation_prompt)
+        return self._render(
+            self.adapt(conversation).conversation, self._habits, add_generation_prompt=add_generation_prompt
+        )
 
     def encode(self, text: str) -> IdArray:
         return self._codec.encode(_without_surrogates(text))
@@ -224,8 +211,8 @@ class HfChatTemplate:
 
     # --- messages ---
 
-    def _render(self, conversation: Conversation, habits: _Habits, *, add_generation_prompt: bool) -> str:
-        messages = _to_messages(conversation.items, habits)
+    def _render(self, conversation: Conversation, habits: Habits, *, add_generation_prompt: bool) -> str:
+        messages = to_messages(place(conversation.items, habits).items, habits)
         try:
             tools = [tool.as_openai() for tool in conversation.tools]
             text: str = self._tokenizer.apply_chat_template(
@@ -244,30 +231,83 @@ class HfChatTemplate:
 
     # --- probes ---
 
-    def _probe_habits(self) -> _Habits:
-        source = self._chat_template
-        habits = _Habits(developer_role='"developer"' in source or "'developer'" in source)
+    def _probe_habits(self) -> Habits:
         user, reply, later = new_nonce(), new_nonce(), new_nonce()
         plain = (Message("user", user), AssistantTurn(reply), Message("user", later))
+        habits = Habits()
         # A template that reads parts is given parts, even if it reads strings too: some write the two differently.
         in_parts = replace(habits, content_parts=True)
         dumped = any(self._writes(quote + user, plain, in_parts) for quote in "'\"")
         if self._writes(user, plain, in_parts) and not dumped:
             habits = in_parts
-        inline = (*plain[:2], Message("system", later), plain[2])
-        habits = replace(habits, inline_system=not self._refuses(inline, (), habits))
-        call = ToolCall("call_0123456789", "probe", '{"value":"word"}')
-        with_call = (plain[0], AssistantTurn(tool_calls=(call,)), ToolResult(call.id, reply))
-        variants = (replace(habits, short_call_ids=True), replace(habits, text_arguments=True))
-        if self._refuses(with_call, (_PROBE_TOOL,), habits):
-            habits = next(
-                (variant for variant in variants if not self._refuses(with_call, (_PROBE_TOOL,), variant)), habits
-            )
+
+        def answered(call_id: str) -> tuple[Item, ...]:
+            call = ToolCall(call_id, "probe", '{"value":"word"}')
+            return (plain[0], AssistantTurn(tool_calls=(call,)), ToolResult(call_id, reply))
+
+        variants = (habits, replace(habits, short_call_ids=True), replace(habits, text_arguments=True))
+        habits = next((variant for variant in variants if self._rendered(answered("call_0123456789"), variant)), habits)
+        call_id = new_nonce()[:9]
+        of_call, of_both = (self._rendered(answered(call_id)[:n], habits).count(call_id) for n in (2, 3))
+        habits = replace(habits, result_ids=of_both > of_call)
         thought = (plain[0], AssistantTurn(reply, reasoning=later))
         with_thinking = replace(habits, thinking=True)
         if self._writes(later, thought, with_thinking) and not self._writes(later, thought, habits):
             habits = with_thinking
+        return self._probe_places(habits)
+
+    def _probe_places(self, habits: Habits) -> Habits:
+        """Where messages of the system and the developer go: the first place in which the template keeps them.
+
+        Where it keeps them nowhere, it is left to refuse them.
+        """
+        one, other = Message("system", new_nonce()), Message("system", new_nonce())
+        user, turn, more = Message("user", new_nonce()), AssistantTurn(new_nonce()), Message("user", new_nonce())
+        call = ToolCall("call00000", "probe", '{"value":"word"}')
+        answered = (user, AssistantTurn(tool_calls=(call,)), ToolResult(call.id, new_nonce()))
+
+        def keeps_first(variant: Habits, *said: Message) -> bool:
+            return self._keeps((*said, user, turn, more), variant)
+
+        def keeps_late(variant: Habits, said: Message) -> bool:
+            begins: list[tuple[Item, ...]] = [(one, user), (one, user, turn, more)]
+            if self._keeps(answered, variant):
+                begins.append(answered)
+            return (
+                all(self._keeps((*begin, said), variant) for begin in begins)
+                and all(self._keeps((*first, user, turn, said, more), variant) for first in ((), (one,)))
+                # What is said later changes nothing that was written before.
+                and self._before(turn, (user, turn, said, more), variant)
+                == self._before(turn, (user, turn, more), variant)
+            )
+
+        def choose(variants: Iterable[Habits], keeps: Callable[..., bool], *said: Message) -> Habits:
+            return next((variant for variant in variants if keeps(variant, *said)), habits)
+
+        def as_developer(message: Message) -> Message:
+            return message._replace(role="developer")
+
+        # Most templates that know no developer would write one all the same, in words that their models never saw.
+        knows_developers = re.search("[\"']developer[\"']", self._chat_template) is not None
+        habits = choose((replace(habits, first_system=place) for place in get_args(FirstSystem)), keeps_first, one)
+        if knows_developers:
+            habits = choose([replace(habits, first_developer=True)], keeps_first, as_developer(one))
+        habits = choose([replace(habits, several_first=is_so) for is_so in (True, False)], keeps_first, one, other)
+        habits = choose([replace(habits, late_system=place) for place in get_args(LateSystem)], keeps_late, other)
+        if knows_developers:
+            habits = choose([replace(habits, late_developer=True)], keeps_late, as_developer(other))
         return habits
+
+    def _keeps(self, items: Sequence[Item], habits: Habits) -> bool:
+        """Whether every text of a conversation is written once, and in order."""
+        text = self._rendered(items, habits)
+        said = [item.text for item in items if item.text]
+        places = [text.find(word) for word in said]
+        return all(text.count(word) == 1 for word in said) and places == sorted(places)
+
+    def _before(self, turn: AssistantTurn, items: Sequence[Item], habits: Habits) -> str:
+        """What is written up to the text of `turn`."""
+        return self._rendered(items, habits).partition(turn.text)[0]
 
     def _probe_closes(self) -> set[str]:
         """The control tokens that the template ends a last turn with."""
@@ -289,106 +329,22 @@ class HfChatTemplate:
         pieces = split_controls(self.special_tokens, after) if found else []
         return [piece for piece in pieces if piece in self.special_tokens]
 
-    def _writes(self, word: str, items: tuple[Item, ...], habits: _Habits) -> bool:
-        try:
-            return word in self._render(Conversation(items), habits, add_generation_prompt=False)
-        except TemplateError:
-            return False
+    def _writes(self, word: str, items: tuple[Item, ...], habits: Habits) -> bool:
+        return word in self._rendered(items, habits, add_generation_prompt=False)
 
-    def _refuses(self, items: tuple[Item, ...], tools: tuple[Tool, ...], habits: _Habits) -> bool:
+    def _rendered(self, items: Sequence[Item], habits: Habits, *, add_generation_prompt: bool = True) -> str:
+        """Empty if the template refuses it."""
+        has_calls = any(isinstance(item, AssistantTurn) and item.tool_calls for item in items)
+        conversation = Conversation(tuple(items), (_PROBE_TOOL,) if has_calls else ())
         try:
-            self._render(Conversation(items, tools), habits, add_generation_prompt=True)
+            return self._render(conversation, habits, add_generation_prompt=add_generation_prompt)
         except TemplateError:
-            return True
-        return False
+            return ""
 
 
 _PROBE_TOOL: Final = Tool(
     "probe", "Probes.", '{"properties":{"value":{"description":"A word.","type":"string"}},"type":"object"}'
 )
-
-
-def _to_messages(items: Sequence[Item], habits: _Habits) -> list[HfMessage]:
-    names = {call.id: call.name for item in items if isinstance(item, AssistantTurn) for call in item.tool_calls}
-    content: Callable[[str], Any] = _as_parts if habits.content_parts else str
-    call_id: Callable[[str], str] = _short_id if habits.short_call_ids else str
-    n_leading = _n_leading_system(items)
-    messages: list[HfMessage] = []
-    for role, text in _leading_messages(items[:n_leading], habits):
-        messages.append({"role": role, "content": content(text)})
-    for item in items[n_leading:]:
-        match item:
-            case Message(role, text):
-                messages.append({"role": _later_role(role, habits), "content": content(text)})
-            case AssistantTurn(text, calls, reasoning):
-                message: HfMessage = {"role": "assistant", "content": content(text)}
-                if reasoning:
-                    # Templates of this and that time read this and that name.
-                    message |= {"reasoning": reasoning, "reasoning_content": reasoning}
-                    if habits.thinking and not (text and calls):
-                        message["thinking"] = reasoning
-                if calls:
-                    message["tool_calls"] = [_call(call, call_id(call.id), habits) for call in calls]
-                messages.append(message)
-            case ToolResult(of, text):
-                # Always a string: templates that take parts elsewhere do not take them here.
-                result: HfMessage = {"role": "tool", "tool_call_id": call_id(of), "content": text}
-                if of in names:
-                    result["name"] = names[of]
-                messages.append(result)
-    return messages
-
-
-def _call(call: ToolCall, call_id: str, habits: _Habits) -> dict[str, Any]:
-    value = _arguments(call.arguments)
-    arguments = json.dumps(value, ensure_ascii=False) if habits.text_arguments else value
-    return {"id": call_id, "type": "function", "function": {"name": call.name, "arguments": arguments}}
-
-
-def _later_role(role: str, habits: _Habits) -> str:
-    if role == "developer" and not habits.developer_role:
-        role = "system"
-    return "user" if role == "system" and not habits.inline_system else role
-
-
-def _n_leading_system(items: Sequence[Item]) -> int:
-    for n, item in enumerate(items):
-        if not isinstance(item, Message) or item.role == "user":
-            return n
-    return len(items)
-
-
-def _leading_messages(items: Sequence[Item], habits: _Habits) -> list[tuple[str, str]]:
-    """The system and developer messages that a conversation begins with, merged where the template wants one."""
-    messages = [(item.role, item.text) for item in items if isinstance(item, Message)]
-    has_developer = any(role == "developer" for role, _ in messages)
-    if (has_developer and not habits.developer_role) or (len(messages) > 1 and not habits.inline_system):
-        return [("system", "\n\n".join(text for _, text in messages if text))]
-    return messages
-
-
-def _as_parts(text: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": text}]
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """What templates want: an object. Text that is none becomes an empty one, as vLLM does it, and so does what nests
-    deeper than templates can write.
-
-    The policy's own words are not lost by that: they are in the parent's ids, which a splice supplies as they are.
-    """
-    if nests_too_deep(text):
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}
-
-
-def _short_id(call_id: str) -> str:
-    """The id itself if nine letters or digits, else nine that it determines."""
-    return call_id if _SHORT_ID.fullmatch(call_id) else digest_id(call_id)
 
 
 def _without_surrogates(text: str) -> str:

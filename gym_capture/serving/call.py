@@ -65,7 +65,7 @@ _LONGEST_MODEL_NAME: Final = 256
 class CallState(Protocol):
     """What a call needs of the state actors."""
 
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun: ...
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun: ...
     async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
     async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
@@ -94,6 +94,8 @@ class Tracked:
     epoch: int
     fingerprint: Fingerprint
     may_be_retry: bool
+    rules: tuple[str, ...]
+    """Names of the rules that fired on the request."""
 
 
 class _Sessions:
@@ -147,7 +149,9 @@ class CallService:
         """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
         self._check(request, rollout_id)
         self._check_length(request)
-        request = replace(request, sampling={**request.sampling, **self._pin})
+        adapted = self._engine.template.adapt(request.conversation)
+        sampling = {**request.sampling, **self._pin}
+        request = replace(request, conversation=adapted.conversation, sampling=sampling)
         tracked: Tracked | None = None
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
@@ -158,9 +162,11 @@ class CallService:
                 created_at=self._clock(),
                 request_digest=request_digest,
             )
-            begun = await self._register(self._state, intent, fingerprint.turn_keys)
-            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry)
+            begun = await self._register(self._state, intent, fingerprint)
             resolution = begun.resolution
+            found_by = (resolution.rule,) if isinstance(resolution, Resolved) and resolution.rule else ()
+            rules = (*fingerprint.normalized, *adapted.rules, *found_by)
+            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry, rules)
         try:
             prompt = await self._rendered(request, resolution)
             generation, max_tokens = self._generate(request, prompt, call_id)
@@ -185,6 +191,7 @@ class CallService:
     async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
         """How many ids the prompt of this request would have if it were a call now. Raises as `begin` does."""
         self._check(request, rollout_id)
+        request = replace(request, conversation=self._engine.template.adapt(request.conversation).conversation)
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
             keys = self._fingerprint(rollout_id, request).turn_keys
@@ -220,9 +227,9 @@ class CallService:
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
 
-    async def _register(self, state: CallState, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+    async def _register(self, state: CallState, intent: CallIntent, fingerprint: Fingerprint) -> Begun:
         """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
-        registering = asyncio.ensure_future(state.begin(intent, turn_keys))
+        registering = asyncio.ensure_future(state.begin(intent, fingerprint.turn_keys, fingerprint.asked_keys))
         try:
             return await asyncio.shield(registering)
         except asyncio.CancelledError:
@@ -421,6 +428,12 @@ class CallInFlight:
         supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)
         items, token_item_index = output_items(turn)
         last = self._chunks[-1]
+        turn_key = asked_key = stopped_turn_key = None
+        if self.request.raw_prompt is None:  # nothing continues raw text: no conversation like it was rendered
+            asked_key, turn_key = tracked.fingerprint.asked_key, tracked.fingerprint.key_with(turn)
+            if not turn.tool_calls and last.stop_reason in self._generation.sampling.get("stop", ()):
+                put_back = turn._replace(text=turn.text + (last.stop_reason or ""))
+                stopped_turn_key = tracked.fingerprint.key_with(put_back)
         return TokenEntry(
             rollout_id=tracked.rollout_id,
             model_call_id=self.call_id,
@@ -433,8 +446,9 @@ class CallInFlight:
             parent=_parent(resolution, supplied=supplied, not_spliced=self._prompt.not_spliced),
             output_items=items,
             token_item_index=token_item_index,
-            # Nothing continues raw text: a conversation that looks like it was never rendered.
-            turn_key=None if self.request.raw_prompt is not None else tracked.fingerprint.key_with(turn),
+            turn_key=turn_key,
+            asked_key=asked_key,
+            stopped_turn_key=stopped_turn_key,
             digest=digest_ids(prompt_ids, generated),
             finish_reason=finish_reason,
             stop_reason=last.stop_reason,
@@ -443,7 +457,7 @@ class CallInFlight:
             weight_versions=last.weight_versions,
             sampling=self._generation.sampling,
             max_tokens=self.request.max_tokens,
-            normalized=tracked.fingerprint.normalized,
+            normalized=tracked.rules,
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )

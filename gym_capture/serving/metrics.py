@@ -60,6 +60,7 @@ GAUGES: Final[Mapping[str, str]] = {
 
 LABELLED: Final[Mapping[str, tuple[str, str]]] = {
     "resolutions": ("outcome", "What calls were found to continue: root, resolved, unresolved:<reason>"),
+    "rules": ("rule", "Recorded calls whose request was not taken to the letter, by the rule's name"),
     "incomplete": ("reason", "Marks that the capture of a rollout is incomplete"),
 }
 """Field of `ShardStats` -> its label, and what it counts."""

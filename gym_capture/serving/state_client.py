@@ -46,8 +46,9 @@ class StateClient:
     async def _batched(self, rollout_id: str, method: str, *args: object) -> object:
         return await self._lanes[self._index(rollout_id)].call(method, args, rollout_id)
 
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
-        return cast(Begun, await self._batched(intent.rollout_id, "begin", intent, tuple(turn_keys)))
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
+        keys = tuple(turn_keys), tuple(asked_keys)
+        return cast(Begun, await self._batched(intent.rollout_id, "begin", intent, *keys))
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return cast(Resolution, await self._batched(rollout_id, "resolve", rollout_id, tuple(turn_keys)))

@@ -158,7 +158,7 @@ class StateShard:
         except GymCaptureError as error:
             return error
 
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
         hosted = await self._opened()
         if self._tally.waiting_bytes > self._waiting_bytes:
             self._tally.counts["begins_refused"] += 1
@@ -169,7 +169,7 @@ class StateShard:
             )
         epoch = await hosted.store.begin_call(intent)
         try:
-            resolution, may_be_retry = await hosted.lineage.resolve(intent.rollout_id, turn_keys)
+            resolution, may_be_retry = await hosted.lineage.resolve(intent.rollout_id, turn_keys, asked_keys)
         except StoreError:
             # The caller is told that its call has not begun, so its intent must not be missed.
             await hosted.store.abandon_call(intent.rollout_id, intent.model_call_id, epoch=epoch)
@@ -312,6 +312,7 @@ def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
         put_seconds=tally.put_seconds,
         resolutions=dict(tally.resolutions),
         incomplete=dict(tally.incomplete),
+        rules=dict(tally.rules),
         lineage_reads=hosted.lineage.reads,
         lineage_evictions=hosted.lineage.evictions,
         lineage_rollouts=hosted.lineage.in_memory,

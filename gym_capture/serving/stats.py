@@ -59,6 +59,8 @@ class ShardStats:
     """Of begun calls, by outcome: `root`, `resolved`, `unresolved:<reason>`."""
     incomplete: Mapping[str, int] = field(default_factory=dict)
     """Marks that a rollout's capture is incomplete, by the name of their reason."""
+    rules: Mapping[str, int] = field(default_factory=dict)
+    """Recorded calls whose request was not taken to the letter, by the name of the rule (`TokenEntry.normalized`)."""
     lineage_reads: int = 0
     """Rollouts that were read from the store into lineage."""
     lineage_evictions: int = 0
@@ -107,6 +109,7 @@ class Tally:
         self.put_seconds = 0.0
         self.resolutions: Counter[str] = Counter()
         self.incomplete: Counter[str] = Counter()
+        self.rules: Counter[str] = Counter()
         self.waiting_puts = 0
         self.waiting_bytes = 0
 
@@ -120,6 +123,7 @@ class Tally:
         self.counts["prefix_requested"] += entry.prefix_requested
         self.counts["prefix_supplied"] += entry.prefix_supplied
         self.put_seconds += took_s
+        self.rules.update(entry.normalized)
 
     def marked_incomplete(self, reason: str) -> None:
         """Reasons are counted by name: what they name, a call, is of no end."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -133,6 +134,13 @@ class OffByOne(Recorded):
         return Resolved(found.call_id, found.turn, found.cumulative_ids[:-1]) if isinstance(found, Resolved) else found
 
 
+class ToTheLetter(Recorded):
+    """Knows turns only as they were sent."""
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        await super().put(replace(entry, stopped_turn_key=None), epoch=epoch)
+
+
 class Promiscuous(Recorded):
     """Has one conversation for all rollouts."""
 
@@ -170,6 +178,7 @@ class Guesses(Recorded):
     ("wrong", "name", "failure"),
     [
         (OffByOne, "recorded_call_is_resolved", "cumulative ids: got [1, 2, 3, 4], expected [1, 2, 3, 4, 5]"),
+        (ToTheLetter, "stop_string_may_be_put_back", "call c must be the parent: got Unresolved"),
         (Promiscuous, "never_across_rollouts", "before the other rollout has a call: got Resolved"),
         (Late, "put_is_visible_when_acknowledged", "call c0 must be the parent: got Unresolved"),
         (NeverForgets, "earlier_attempts_are_forgotten", "after clear: got Resolved"),

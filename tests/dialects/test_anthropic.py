@@ -20,7 +20,7 @@ from tests.dialects.anthropic_sdk import MESSAGES, USER, body, parse
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"name": "get_weather", "description": "Says it.", "input_schema": SCHEMA}
 WEATHER_TOOL = Tool(
-    "get_weather", "Says it.", '{"properties":{"city":{"type":"string"}},"required":["city"],"type":"object"}'
+    "get_weather", "Says it.", '{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
 )
 HEADER = "x-anthropic-billing-header: cc_version=2.1.197.1f3; cc_entrypoint=sdk-cli; cch=4c2a1;"
 

@@ -38,7 +38,7 @@ USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 WEATHER = {"type": "function", "function": {"name": "get_weather", "description": "Says it.", "parameters": SCHEMA}}
 WEATHER_TOOL = Tool(
-    "get_weather", "Says it.", '{"properties":{"city":{"type":"string"}},"required":["city"],"type":"object"}'
+    "get_weather", "Says it.", '{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
 )
 
 
@@ -162,7 +162,7 @@ def test_any_text_that_json_can_spell_is_read_and_can_be_encoded(text: str) -> N
 def test_tools_keep_name_description_schema_and_strictness() -> None:
     bare = {"type": "function", "function": {"name": "now"}}
     strict = {"function": {"name": "s", "parameters": {}, "strict": True}}
-    empty = '{"properties":{},"type":"object"}'
+    empty = '{"type":"object","properties":{}}'
     assert parse(tools=[WEATHER, bare, strict]).conversation.tools == (
         WEATHER_TOOL,
         Tool("now", "", empty),

@@ -20,7 +20,7 @@ from gym_capture.fingerprint import Fingerprinter
 RESPONSES = ResponsesDialect()
 USER = {"role": "user", "content": "hi"}
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-SCHEMA_JSON = '{"properties":{"city":{"type":"string"}},"required":["city"],"type":"object"}'
+SCHEMA_JSON = '{"type":"object","properties":{"city":{"type":"string"}},"required":["city"]}'
 WEATHER = {"type": "function", "name": "get_weather", "description": "Says it.", "parameters": SCHEMA, "strict": False}
 WEATHER_TOOL = Tool("get_weather", "Says it.", SCHEMA_JSON)
 AGENTS = {
@@ -260,7 +260,7 @@ def test_chat_and_responses_agree_on_every_key() -> None:
 def test_functions_of_a_namespace_get_flat_names() -> None:
     assert parse(tools=[WEATHER, AGENTS]).conversation.tools == (
         WEATHER_TOOL,
-        Tool("agents__spawn", "", '{"properties":{},"type":"object"}'),
+        Tool("agents__spawn", "", '{"type":"object","properties":{}}'),
         Tool("agents__wait", "", SCHEMA_JSON),
     )
     echoed = items(call("c", "spawn", namespace="agents"), call("d", "spawn"), tools=[AGENTS])

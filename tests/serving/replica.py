@@ -56,11 +56,11 @@ class LocalState:
         self.deliveries: list[tuple[str, bool]] = []
         """What was said of deliveries: call ids, and whether their replies left whole."""
 
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun:
         if self.begin_fails is not None:
             raise self.begin_fails
         epoch = await self.store.begin_call(intent)
-        resolution = self._lineage.resolve(intent.rollout_id, turn_keys)
+        resolution = self._lineage.resolve(intent.rollout_id, turn_keys, asked_keys)
         return Begun(epoch, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
