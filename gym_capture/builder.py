@@ -175,15 +175,15 @@ def _not_parents(calls: UniqueCalls) -> dict[str, str]:
 def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[dict[int, str], bool]:
     """Calls whose reply a retry replaced -> why they are out; and whether some retry could not be settled.
 
-    Calls with the same parent and the same prompt are tries of one request. A later call that continues a try proves
-    that its reply was used - of several tries, if several were continued. If none was, the one reply that is known to
-    have been delivered whole was.
+    Calls of the task with the same parent and the same prompt are tries of one request. A later call that continues a
+    try proves that its reply was used - of several tries, if several were continued. If none was, `_ended_with` says.
     """
     continued = {forest.parents[position] for position in forest.order}
     same_length: dict[tuple[int, int], list[int]] = {}
     for position in forest.order:
-        key = (forest.parents[position], forest.entries[position].prompt_len)
-        same_length.setdefault(key, []).append(position)
+        if without_loss.get(position) != "side_call" or position in continued:
+            key = (forest.parents[position], forest.entries[position].prompt_len)
+            same_length.setdefault(key, []).append(position)
     unused: dict[int, str] = {}
     unresolved = False
     for siblings in same_length.values():
@@ -191,16 +191,31 @@ def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[di
             continue
         for tries in _same_prompt(forest, siblings):
             with_loss = [position for position in tries if position not in without_loss]
-            used = [position for position in tries if position in continued]
-            if not used and len(with_loss) > 1:
-                used = [position for position in with_loss if forest.entries[position].delivered]
-                if len(used) != 1:
-                    unresolved = True
-                    unused |= dict.fromkeys(with_loss, "unresolved_retries")
-                    continue
-            if used:
+            used: Sequence[int] | None = [position for position in tries if position in continued]
+            if not used and with_loss:
+                used = _ended_with(forest.entries, tries)
+            if used is None:
+                unresolved = True
+                unused |= dict.fromkeys(with_loss, "unresolved_retries")
+            elif used:
                 unused |= {position: "retry_orphan" for position in with_loss if position not in used}
     return unused, unresolved
+
+
+def _ended_with(entries: Sequence[TokenEntry], tries: Sequence[int]) -> list[int] | None:
+    """Of the tries of a final call, the one whose reply the agent ended with; None: that is not known.
+
+    Whether a reply has anything to train does not matter: an empty one that was delivered is the one. A generation that
+    was cut off never made a whole reply, so unless it is known to have arrived all the same, it is no candidate. A sole
+    candidate stands as a call does that was never retried; of several, the one that is known to have been delivered.
+    """
+    candidates = [
+        position for position in tries if entries[position].delivered or entries[position].finish_reason not in _CUT_OFF
+    ]
+    if len(candidates) == 1:
+        return candidates
+    delivered = [position for position in candidates if entries[position].delivered]
+    return delivered if len(delivered) == 1 else None
 
 
 def _same_prompt(forest: Forest, siblings: Sequence[int]) -> list[list[int]]:

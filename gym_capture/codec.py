@@ -51,6 +51,7 @@ from gym_capture.records import (
     TokenEntry,
     Unresolved,
     WeightSpan,
+    delivered_by,
 )
 
 CODEC_VERSION: Final = 1
@@ -402,7 +403,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
 def with_delivery(entries: Iterable[TokenEntry], delivery: Mapping[str, bool]) -> tuple[TokenEntry, ...]:
     """The entries, those named in `delivery` with what became known of their replies after they were recorded."""
     return tuple(
-        replace(entry, delivered=delivery[entry.model_call_id] and entry.delivered is not False)
+        replace(entry, delivered=delivered_by((entry.delivered, delivery[entry.model_call_id])))
         if entry.model_call_id in delivery
         else entry
         for entry in entries

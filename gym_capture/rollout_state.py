@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
-from gym_capture.records import CallIntent, RecordProblem
+from gym_capture.records import CallIntent, RecordProblem, delivered_by
 
 CONFLICTING_CALL: Final = "conflicting_call_id"
 
@@ -275,21 +275,22 @@ class RolloutState:
     # reading
 
     def freeze(self) -> FrozenFacts:
-        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete.
-
-        A reply that is said both to have been delivered and not to have been was not: a connection can turn out to have
-        been lost after everything was handed to it.
-        """
+        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
         dangling = self.begun - self.committed.keys() - self.abandoned
         return FrozenFacts(
             snapshot_id=self.snapshot_id(),
             version=self.version,
             incomplete=(*sorted(self.incomplete), *(f"dangling_intent:{call_id}" for call_id in sorted(dangling))),
             problems=tuple(sorted(self.problems, key=lambda p: (p.reason, p.call_id or "", p.detail))),
-            delivery={
-                call_id: call_id not in self.undelivered for call_id in sorted(self.delivered | self.undelivered)
-            },
+            delivery=self._delivery(),
         )
+
+    def _delivery(self) -> dict[str, bool]:
+        said = [(call_id, True) for call_id in self.delivered] + [(call_id, False) for call_id in self.undelivered]
+        together: dict[str, bool] = {}
+        for call_id, delivered in sorted(said):
+            together[call_id] = bool(delivered_by((together.get(call_id), delivered)))
+        return together
 
     def snapshot_id(self) -> str:
         """The same facts of the same epoch give the same id, whenever and wherever it is asked for."""

@@ -282,7 +282,7 @@ def _entry(record: _Record, lengths: _Lengths) -> TokenEntry | RecordProblem:
             rollout_id=record.rollout_id,
             model_call_id=record.model_call_id,
             model=record.model or "",
-            requested_model=record.requested_model or record.model or "",
+            requested_model=record.requested_model or "",
             has_tools=bool(record.has_tools),
             prompt_token_ids=_ids(record, "prompt_token_ids", record.prompt_token_ids),
             prompt_offset=offset,

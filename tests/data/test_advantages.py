@@ -46,6 +46,28 @@ def test_masked_rollouts_are_outside_of_the_baseline(scale: Scale) -> None:
     assert [with_masked[1], with_masked[3]] == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1e200, 0.0, 0.0, 0.0], [1.7321, -0.5774, -0.5774, -0.5774]),
+        ([1e308, 1e308, 0.0, -1e308], [0.9045, 0.9045, -0.3015, -1.5076]),
+        ([1.7e308, -1.7e308], [1.0, -1.0]),
+        ([1.7e308] * 3 + [-1.7e308], [0.5774, 0.5774, 0.5774, -1.7321]),
+        ([1e-300, 0.0], [0.0, 0.0]),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_no_reward_is_too_large_to_be_compared(rewards: list[float], expected: list[float]) -> None:
+    beside = [("h", 1.0, False), ("h", 0.0, False)]
+    found = of([*(("g", reward, False) for reward in rewards), *beside], "population_std")
+    assert found == pytest.approx([*expected, 1.0, -1.0], abs=1e-4)
+    for scale in SCALES:
+        found = of([*(("g", reward, False) for reward in rewards), *beside], scale)
+        assert np.isfinite(np.array(found, np.float32)).all()
+        assert found[-2:] == of(beside, scale)
+        assert np.isfinite(token_advantages(found[0], np.ones(1, np.bool_))).all()
+
+
 def test_a_group_that_is_all_masked_gives_zeros() -> None:
     assert of([("g", float("inf"), True), ("g", 1.0, True)], "population_std") == [0.0, 0.0]
 
