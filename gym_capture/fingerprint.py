@@ -130,6 +130,20 @@ class Fingerprint:
     _calls: _OpenCalls = field(repr=False)
     """After the last item."""
 
+    @property
+    def request_key(self) -> str:
+        """The key of the whole conversation. Empty if it ends in an assistant turn, which the generated one goes on."""
+        items = self._conversation.items
+        return "" if items and isinstance(items[-1], AssistantTurn) else self._states[-1].hex()
+
+    @property
+    def latest_answer(self) -> tuple[str, str] | None:
+        """The key of the conversation before the latest assistant turn, and the one through it; None: there is none."""
+        for index in range(len(self._types) - 1, -1, -1):
+            if self._types[index] is AssistantTurn:
+                return self._states[index].hex(), self._states[index + 1].hex()
+        return None
+
     def key_with(self, turn: AssistantTurn) -> str:
         """The key of the request's conversation continued by the generated `turn`.
 

@@ -152,11 +152,15 @@ class CallService:
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
             fingerprint = self._fingerprint(rollout_id, request)
+            asked_key, answer_key = fingerprint.latest_answer or ("", "")
             intent = CallIntent(
                 rollout_id=rollout_id,
                 model_call_id=call_id,
                 created_at=self._clock(),
                 request_digest=request_digest,
+                request_key=fingerprint.request_key,
+                asked_key=asked_key,
+                answer_key=answer_key,
             )
             begun = await self._register(self._state, intent, fingerprint.turn_keys)
             tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry)

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.data.advantages import SCALES, Scale, group_advantages, token_advantages
+from gym_capture.data.groups import build_group
+from gym_capture.data.requests import Request
+from gym_capture.records import Snapshot
+from tests.calls import ALL_CHAINS, call, snapshot
 
 ROLLOUTS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12
@@ -29,8 +33,21 @@ def test_TR_01_every_row_of_a_rollout_carries_its_advantage_on_its_own_sampled_i
 
 @pytest.mark.parametrize(("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071)])
 def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: float) -> None:
-    # r1 was built into three rows and r2 into one; there is one reward for each of the two.
-    assert of([("g", 1.0, False), ("g", 0.0, False)], scale) == pytest.approx([size, -size], abs=1e-4)
+    """From the group's rollouts to its rows: a baseline over the rows would be 0.75."""
+
+    def freeze(rollout_id: str) -> Snapshot:
+        chains = 3 if rollout_id == "r1" else 1
+        calls = [call(f"c{chain}", [1, chain], [2, 3], rollout_id=rollout_id) for chain in range(chains)]
+        return snapshot(*calls, rollout_id=rollout_id)
+
+    requests = [
+        Request(rollout_id=name, group_id="g", reward=reward, reward_components=None, failure=None)
+        for name, reward in (("r1", 1.0), ("r2", 0.0))
+    ]
+    built = build_group(requests, freeze, options=ALL_CHAINS, scale=scale)
+    rows = {summary.rollout_id: table.column("advantage").to_pylist() for summary, table in built}
+    assert rows["r1"] == pytest.approx([size] * 3, abs=1e-4)
+    assert rows["r2"] == pytest.approx([-size], abs=1e-4)
 
 
 @pytest.mark.parametrize(("scale", "size"), [("population_std", 1.0), ("sample_std", 0.7071)])
