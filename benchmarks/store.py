@@ -261,6 +261,9 @@ def _intent(rollout: int, turn: int) -> CallIntent:
         model_call_id=f"call_{turn:024}",
         created_at=1_795_000_000.0,
         request_digest="f" * 64,
+        request_key="a" * 32,
+        asked_key="b" * 32,
+        answer_key="c" * 32,
     )
 
 

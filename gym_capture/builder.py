@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gym_capture.merge import NO_PARENT, Forest, UniqueCalls, link, unique_calls
-from gym_capture.records import RecordProblem, Snapshot, TokenEntry, Unresolved
+from gym_capture.records import DANGLING_INTENT, LostCall, RecordProblem, Snapshot, TokenEntry, Unresolved
 from gym_capture.side_calls import SideCallRules, side_calls
 from gym_capture.trajectories import Segment, Span, Trajectory, flatten, flatten_call, ride_along_problems
 
@@ -33,9 +33,11 @@ __all__ = [
 
 # Generations that were cut off by someone other than the policy: what they would have been is not known.
 _CUT_OFF: Final[Mapping[str, str]] = {"abort": "aborted", "error": "failed"}
+LOST_TRY: Final = "lost_try"
+"""Why a call is out that was lost with nothing lost: its request was answered by another try."""
 # Reasons that say nothing against the record: its place is known, its loss is just not wanted.
 _WELL_PLACED: Final = frozenset(
-    {"empty_generation", *_CUT_OFF.values(), "side_call", "retry_orphan", "not_main_chain"},
+    {"empty_generation", *_CUT_OFF.values(), "side_call", "retry_orphan", "not_main_chain", LOST_TRY},
 )
 
 
@@ -54,7 +56,7 @@ class BuildOptions:
 
 @dataclass(frozen=True, slots=True)
 class ExcludedCall:
-    """A call whose generated ids are trained nowhere, and why."""
+    """A call whose generated ids are trained nowhere, and why. A lost one has none that anybody knows of."""
 
     call_id: str
     reason: str
@@ -66,13 +68,15 @@ class BuildCounts:
     """What the build kept and what it did not. Tokens are generated ids."""
 
     n_calls: int
-    """Distinct calls in the snapshot, whatever became of them."""
+    """Distinct calls with a record in the snapshot, whatever became of them."""
     chains: int
     """Root-to-leaf paths that carry loss, delivered or not."""
     roots: int
     """Calls that such paths start from."""
     quarantined_calls: int
     """Calls kept out because their place could not be proven."""
+    lost_tries: int
+    """Calls that began and left no record, and that a record could only have shown as retries that were not used."""
     side_calls_excluded: int
     unresolved_parent_calls: int
     """Calls whose request echoed assistant turns of which no parent could be proven when it was served."""
@@ -123,7 +127,9 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
     else:
         trajectories, reasons = _merged(paths, selected)
 
-    reasons += snapshot.incomplete
+    lost_tries = _lost_tries(snapshot.lost_calls, calls.entries)
+    not_missed = {f"{DANGLING_INTENT}:{call_id}" for call_id in lost_tries}
+    reasons += [reason for reason in snapshot.incomplete if reason not in not_missed]
     reasons += [_problem_reason(problem) for problem in snapshot.problems]
     reasons += [f"conflicting_call_id:{call_id}" for call_id in calls.conflicting]
     reasons += [f"foreign_record:{entry.model_call_id}:rollout_id" for entry in calls.foreign]
@@ -134,7 +140,7 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
         reasons.append(_why_nothing(calls, without_loss))
 
     excluded |= dict.fromkeys(paths.unreached(selected), "not_main_chain")
-    listed = _excluded_calls(calls, excluded)
+    listed = _excluded_calls(calls, excluded, lost_tries)
     mask_reasons = tuple(sorted(set(reasons)))
     return BuiltRollout(
         rollout_id=snapshot.rollout_id,
@@ -175,15 +181,15 @@ def _not_parents(calls: UniqueCalls) -> dict[str, str]:
 def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[dict[int, str], bool]:
     """Calls whose reply a retry replaced -> why they are out; and whether some retry could not be settled.
 
-    Calls with the same parent and the same prompt are tries of one request. A later call that continues a try proves
-    that its reply was used - of several tries, if several were continued. If none was, the one reply that is known to
-    have been delivered whole was.
+    Calls of the task with the same parent and the same prompt are tries of one request. A later call that continues a
+    try proves that its reply was used - of several tries, if several were continued. If none was, `_ended_with` says.
     """
     continued = {forest.parents[position] for position in forest.order}
     same_length: dict[tuple[int, int], list[int]] = {}
     for position in forest.order:
-        key = (forest.parents[position], forest.entries[position].prompt_len)
-        same_length.setdefault(key, []).append(position)
+        if without_loss.get(position) != "side_call" or position in continued:
+            key = (forest.parents[position], forest.entries[position].prompt_len)
+            same_length.setdefault(key, []).append(position)
     unused: dict[int, str] = {}
     unresolved = False
     for siblings in same_length.values():
@@ -191,16 +197,31 @@ def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[di
             continue
         for tries in _same_prompt(forest, siblings):
             with_loss = [position for position in tries if position not in without_loss]
-            used = [position for position in tries if position in continued]
-            if not used and len(with_loss) > 1:
-                used = [position for position in with_loss if forest.entries[position].delivered]
-                if len(used) != 1:
-                    unresolved = True
-                    unused |= dict.fromkeys(with_loss, "unresolved_retries")
-                    continue
-            if used:
+            used: Sequence[int] | None = [position for position in tries if position in continued]
+            if not used and with_loss:
+                used = _ended_with(forest.entries, tries)
+            if used is None:
+                unresolved = True
+                unused |= dict.fromkeys(with_loss, "unresolved_retries")
+            elif used:
                 unused |= {position: "retry_orphan" for position in with_loss if position not in used}
     return unused, unresolved
+
+
+def _ended_with(entries: Sequence[TokenEntry], tries: Sequence[int]) -> list[int] | None:
+    """Of the tries of a final call, the one whose reply the agent ended with; None: that is not known.
+
+    Whether a reply has anything to train does not matter: an empty one that was delivered is the one. A generation that
+    was cut off never made a whole reply, so unless it is known to have arrived all the same, it is no candidate. A sole
+    candidate stands as a call does that was never retried; of several, the one that is known to have been delivered.
+    """
+    candidates = [
+        position for position in tries if entries[position].delivered or entries[position].finish_reason not in _CUT_OFF
+    ]
+    if len(candidates) == 1:
+        return candidates
+    delivered = [position for position in candidates if entries[position].delivered]
+    return delivered if len(delivered) == 1 else None
 
 
 def _same_prompt(forest: Forest, siblings: Sequence[int]) -> list[list[int]]:
@@ -211,6 +232,25 @@ def _same_prompt(forest: Forest, siblings: Sequence[int]) -> list[list[int]]:
         own = entry.prompt_token_ids[forest.starts[position] - entry.prompt_offset :]
         by_ids.setdefault(own.tobytes(), []).append(position)
     return list(by_ids.values())
+
+
+def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -> list[str]:
+    """Lost calls whose records, had there been any, would have been those of tries that were not used.
+
+    That is so if a later request echoes the answer of another try of the same request, or if the reply to the same
+    body, sent again, is known to have been delivered; and if no request echoes, as an answer to it, a turn that no
+    record has: that could be what the lost call said.
+    """
+    if not lost_calls:
+        return []
+    finished = [e for e in entries if e.generation_token_ids.size and e.finish_reason not in _CUT_OFF]
+    known_turns = {entry.turn_key for entry in finished}
+    delivered = {entry.model_call_id for entry in entries if entry.delivered}
+    return [
+        lost.model_call_id
+        for lost in lost_calls
+        if known_turns.issuperset(lost.answers) and (lost.answers or not delivered.isdisjoint(lost.retries))
+    ]
 
 
 # --- chains --------------------------------------------------------------------------------------------------------
@@ -310,8 +350,11 @@ def _why_nothing(calls: UniqueCalls, without_loss: Mapping[int, str]) -> str:
     return "no_trainable_tokens"
 
 
-def _excluded_calls(calls: UniqueCalls, excluded: Mapping[int, str]) -> tuple[ExcludedCall, ...]:
-    listed = [
+def _excluded_calls(
+    calls: UniqueCalls, excluded: Mapping[int, str], lost_tries: Sequence[str]
+) -> tuple[ExcludedCall, ...]:
+    listed = [ExcludedCall(call_id, LOST_TRY, 0) for call_id in lost_tries]
+    listed += [
         ExcludedCall(entry.model_call_id, excluded[position], int(entry.generation_token_ids.size))
         for position, entry in enumerate(calls.entries)
         if position in excluded
@@ -338,6 +381,7 @@ def _count(
         chains=len(paths.leaves),
         roots=paths.roots,
         quarantined_calls=sum(1 for call in excluded if call.reason not in _WELL_PLACED),
+        lost_tries=sum(1 for call in excluded if call.reason == LOST_TRY),
         side_calls_excluded=sum(1 for call in excluded if call.reason == "side_call"),
         unresolved_parent_calls=sum(1 for entry in calls.entries if isinstance(entry.parent, Unresolved)),
         eligible_links=len(eligible),

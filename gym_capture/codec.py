@@ -44,6 +44,7 @@ from gym_capture.records import (
     CallIntent,
     Continues,
     IdArray,
+    LostCall,
     Parent,
     RecordProblem,
     Root,
@@ -51,6 +52,7 @@ from gym_capture.records import (
     TokenEntry,
     Unresolved,
     WeightSpan,
+    delivered_by,
 )
 
 CODEC_VERSION: Final = 1
@@ -70,7 +72,7 @@ _ARRAYS: Final = frozenset(
 _PLAIN_KINDS: Final = "biuf"
 """numpy's kinds for booleans, integers and floats: what raw bytes plus a dtype describe completely."""
 
-# Closed lists: a field of another name comes from a newer version.
+# Closed: a field of another name comes from a newer version.
 _HEADER_FIELDS: Final = frozenset(
     (
         *("rollout_id", "model_call_id", "model", "requested_model", "has_tools"),
@@ -84,9 +86,11 @@ _HEADER_FIELDS: Final = frozenset(
     )
 )
 _SNAPSHOT_FIELDS: Final = frozenset(
-    ("rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "entry_sizes")
+    ("rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "lost_calls", "entry_sizes")
 )
-_INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest"))
+_INTENT_KEYS: Final = ("request_key", "asked_key", "answer_key")
+"""Left out when empty; intents from before there were any have none."""
+_INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest", *_INTENT_KEYS))
 
 # The standard library's encoder and not orjson: it keeps what orjson refuses (lone surrogates, integers over 64
 # bits) and what orjson would silently write as null (infinities).
@@ -310,6 +314,7 @@ def _parent_from_json(value: list[Any] | None) -> Parent | None:
 
 def encode_intent(intent: CallIntent) -> bytes:
     """The bytes of an intent: one JSON object."""
+    keys = {"request_key": intent.request_key, "asked_key": intent.asked_key, "answer_key": intent.answer_key}
     return _to_json(
         {
             "v": CODEC_VERSION,
@@ -317,6 +322,7 @@ def encode_intent(intent: CallIntent) -> bytes:
             "model_call_id": intent.model_call_id,
             "created_at": intent.created_at,
             "request_digest": intent.request_digest,
+            **{name: key for name, key in keys.items() if key},
         }
     ).encode("utf-8", "surrogatepass")
 
@@ -332,6 +338,7 @@ def decode_intent(data: bytes) -> CallIntent:
             model_call_id=fields["model_call_id"],
             created_at=fields["created_at"],
             request_digest=fields["request_digest"],
+            **{name: fields[name] for name in _INTENT_KEYS if name in fields},
         )
     except KeyError as error:
         raise RecordError(f"an encoded intent lacks {error}", field=str(error.args[0])) from None
@@ -362,6 +369,7 @@ def join_snapshot(
                 "incomplete": snapshot.incomplete,
                 "problems": [[p.reason, p.call_id, p.field, p.detail] for p in snapshot.problems],
                 "delivery": dict(delivery),
+                "lost_calls": [[lost.model_call_id, lost.retries, lost.answers] for lost in snapshot.lost_calls],
                 "entry_sizes": [len(entry) for entry in encoded_entries],
             }
         ).encode("utf-8", "surrogatepass"),
@@ -383,7 +391,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     offset = _SIZES.size + header_len
     header = _load_object(data[_SIZES.size : offset], "header")
     _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS, what="an encoded snapshot")
-    if header.keys() != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
+    if header.keys() | {"lost_calls"} != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
     problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
     entries: list[TokenEntry] = []
@@ -401,13 +409,16 @@ def decode_snapshot(data: bytes) -> Snapshot:
         entries=with_delivery(entries, header["delivery"]),
         incomplete=tuple(header["incomplete"]),
         problems=tuple(problems),
+        lost_calls=tuple(
+            LostCall(model_call_id=c, retries=tuple(r), answers=tuple(a)) for c, r, a in header.get("lost_calls", ())
+        ),
     )
 
 
 def with_delivery(entries: Iterable[TokenEntry], delivery: Mapping[str, bool]) -> tuple[TokenEntry, ...]:
     """The entries, those named in `delivery` with what became known of their replies after they were recorded."""
     return tuple(
-        replace(entry, delivered=delivery[entry.model_call_id] and entry.delivered is not False)
+        replace(entry, delivered=delivered_by((entry.delivered, delivery[entry.model_call_id])))
         if entry.model_call_id in delivery
         else entry
         for entry in entries

@@ -138,6 +138,17 @@ class Fingerprint:
         items = self._conversation.items
         return self._states[-2 if items and isinstance(items[-1], AssistantTurn) else -1].hex()
 
+    @property
+    def request_key(self) -> str:
+        """The key of the whole conversation. Empty if it ends in an assistant turn, which the generated one goes on."""
+        items = self._conversation.items
+        return "" if items and isinstance(items[-1], AssistantTurn) else self.asked_key
+
+    @property
+    def latest_answer(self) -> tuple[str, str] | None:
+        """The key of the conversation before the latest assistant turn, and the one through it; None: there is none."""
+        return (self.asked_keys[-1], self.turn_keys[-1]) if self.turn_keys else None
+
     def key_with(self, turn: AssistantTurn) -> str:
         """The key of the request's conversation continued by the generated `turn`.
 

@@ -22,7 +22,17 @@ from typing import Final
 import numpy as np
 
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import Continues, IdArray, RecordProblem, Root, TokenEntry, Unresolved, id_bytes, new_digest
+from gym_capture.records import (
+    Continues,
+    IdArray,
+    RecordProblem,
+    Root,
+    TokenEntry,
+    Unresolved,
+    delivered_by,
+    id_bytes,
+    new_digest,
+)
 
 _NOT_CONTINUABLE: Final = frozenset({"abort", "error"})
 STOP_STRING_PUT_BACK: Final = "stop_string_put_back"
@@ -111,7 +121,7 @@ class LineageIndex:
         rollout = self._rollouts.get(rollout_id)
         call = rollout.calls.get(call_id) if rollout is not None else None
         if call is not None:
-            call.delivered = delivered and call.delivered is not False
+            call.delivered = delivered_by((call.delivered, delivered))
 
     def cumulative_ids(self, rollout_id: str, call_id: str) -> IdArray | None:
         """int32 [cum_len], read-only; None if the call is not indexed."""

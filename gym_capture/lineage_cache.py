@@ -9,6 +9,8 @@ is `add`ed once it is durable -> the rollouts that were used least recently go, 
 
 A record that becomes durable while its rollout is absent needs no index: the next reading finds it. One that becomes
 durable while its rollout is being read may have come too late for that reading, so it waits and is added after it.
+
+Beside the index stand the calls that are *open*: begun, without a record. They are few, and stay in memory.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
-from gym_capture.records import RecordProblem, Snapshot, TokenEntry
+from gym_capture.records import DANGLING_INTENT, CallIntent, RecordProblem, Snapshot, TokenEntry
 
 
 class LineageCache:
@@ -34,6 +36,8 @@ class LineageCache:
         self._absent: set[str] = set()
         """The rollouts that only the store has."""
         self._reading: dict[str, asyncio.Task[bool]] = {}
+        self._open: dict[str, dict[str, str | None]] = {}
+        """By rollout: the calls without a record yet, and what they were asked; None: not known any more."""
         self._awaited = Counter[str]()
         """Who waits for an answer about a rollout."""
         self.reads = 0
@@ -71,10 +75,31 @@ class LineageCache:
         resolution = self._index.resolve(rollout_id, turn_keys, asked_keys)
         return resolution, self._index.may_be_retry(rollout_id, resolution)
 
+    async def begin(
+        self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()
+    ) -> tuple[Resolution, bool]:
+        """`resolve` for a call that begins, and whether it may be a retry, also of one that has no record (yet)."""
+        resolution, may_be_retry = await self.resolve(intent.rollout_id, turn_keys, asked_keys)
+        others = self._open.setdefault(intent.rollout_id, {})
+        others.pop(intent.model_call_id, None)
+        may_be_retry |= any(asked in (None, intent.request_digest) for asked in others.values())
+        others[intent.model_call_id] = intent.request_digest
+        return resolution, may_be_retry
+
+    def end(self, rollout_id: str, call_id: str) -> None:
+        """A call that began has a record, or was refused."""
+        calls = self._open.get(rollout_id)
+        if calls is not None:
+            calls.pop(call_id, None)
+            if not calls:
+                del self._open[rollout_id]
+
     async def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:
         """Indexes a record that is durable by now (`LineageIndex.add`)."""
+        self.end(entry.rollout_id, entry.model_call_id)
         if not await self._is_here(entry.rollout_id):
             return ()
+        self.end(entry.rollout_id, entry.model_call_id)  # it may have been read back as open meanwhile
         problems = self._index.add(entry)
         self._use(entry.rollout_id)
         return problems
@@ -87,6 +112,7 @@ class LineageCache:
     def forget(self, rollout_id: str) -> None:
         """The rollout was retired in the store; what is being read of it is of the attempt before."""
         self._index.forget(rollout_id)
+        self._open.pop(rollout_id, None)
         self._recent.pop(rollout_id, None)
         self._absent.discard(rollout_id)
         self._reading.pop(rollout_id, None)
@@ -124,6 +150,10 @@ class LineageCache:
         self.reads += 1
         self._absent.discard(rollout_id)
         self._index.rebuild(snapshot.entries)
+        for reason in snapshot.incomplete:
+            name, _, call_id = reason.partition(":")
+            if name == DANGLING_INTENT:
+                self._open.setdefault(rollout_id, {}).setdefault(call_id, None)
         self._use(rollout_id)
         return True
 

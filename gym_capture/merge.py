@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gym_capture.inference import PrefixIndex
-from gym_capture.records import Continues, IdArray, TokenEntry, id_bytes, new_digest
+from gym_capture.records import Continues, IdArray, TokenEntry, delivered_by, id_bytes, new_digest
 
 NO_PARENT = -1
 _ID_BYTES = 4
@@ -78,9 +78,8 @@ def _distinct(records: Sequence[TokenEntry]) -> list[TokenEntry]:
         if not any(_same_content(known, record) for known in distinct):
             distinct.append(record)
     if len(distinct) == 1:
-        # Whether the reply arrived is learned after the record was made: the most that is known counts.
-        known = [record.delivered for record in records if record.delivered is not None]
-        return [replace(distinct[0], delivered=any(known) if known else None)]
+        # Whether the reply arrived is learned after the record was made.
+        return [replace(distinct[0], delivered=delivered_by(record.delivered for record in records))]
     return distinct
 
 
@@ -89,8 +88,8 @@ def _same_content(a: TokenEntry, b: TokenEntry) -> bool:
     return (
         a.cum_len == b.cum_len
         and (a.parent, a.digest, a.finish_reason, a.stop_reason) == (b.parent, b.digest, b.finish_reason, b.stop_reason)
-        and (a.model, a.requested_model, a.max_tokens, a.has_tools)
-        == (b.model, b.requested_model, b.max_tokens, b.has_tools)
+        and (a.model, a.requested_model, a.asked_max_tokens, a.has_tools)
+        == (b.model, b.requested_model, b.asked_max_tokens, b.has_tools)
         and (a.prefix_requested, a.prefix_supplied, a.weight_versions)
         == (b.prefix_requested, b.prefix_supplied, b.weight_versions)
         and np.array_equal(a.generation_token_ids, b.generation_token_ids)

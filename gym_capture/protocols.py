@@ -65,8 +65,8 @@ class TokenSource(Protocol):
     async def freeze(self, rollout_id: str) -> Snapshot:
         """One immutable snapshot. Idempotent: the same content gives the same `snapshot_id` and `version`.
 
-        Later writes bump the version. An intent without an entry makes the snapshot incomplete. A rollout that is
-        unknown gives an empty snapshot at version 0.
+        Later writes bump the version. An intent without an entry makes the snapshot incomplete; what is known of such
+        calls is in its `lost_calls`. A rollout that is unknown gives an empty snapshot at version 0.
         """
         ...
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -30,6 +30,12 @@ LogProbArray: TypeAlias = npt.NDArray[np.float32]
 _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 
 SCHEMA_VERSION: Final = 1
+LOG_PROB_ROUNDING: Final = 1e-3
+"""No probability is above 1; so far above 0 may the logarithm of one come out, through rounding."""
+DANGLING_INTENT: Final = "dangling_intent"
+"""Names, in `Snapshot.incomplete`, a call that was begun and left neither a record nor a refusal."""
+_LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
+"""What APIs call the limit of a generation among the sampling parameters."""
 _ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
 
@@ -84,7 +90,7 @@ class TokenEntry:
     model: str
     """The policy that generated."""
     requested_model: str
-    """The model name that the client asked for; harnesses ask for several."""
+    """The model name that the client asked for; harnesses ask for several. Empty: not known."""
     has_tools: bool
     """Whether the request offered tools."""
     prompt_token_ids: IdArray
@@ -94,7 +100,7 @@ class TokenEntry:
     generation_token_ids: IdArray
     """int32 [G]. As sampled, the stop token included."""
     generation_log_probs: LogProbArray
-    """float32 [G]. Of the sampled ids, after the sampling pin's processing; finite."""
+    """float32 [G]. Of the sampled ids, after the sampling pin's processing; finite, above 0 only by rounding."""
     parent: Parent | None
     """The decision taken at request time; None for imported records without one."""
     output_items: tuple[Mapping[str, Any], ...] = ()
@@ -121,7 +127,7 @@ class TokenEntry:
     """The prompt that the engine reports starts with that parent's cumulative ids."""
     weight_versions: tuple[WeightSpan, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """The sampling parameters that were used, after pinning."""
+    """The sampling parameters that were used, after pinning. A limit of the generation among them was asked for."""
     max_tokens: int | None = None
     """The generation limit that the request asked for."""
     normalized: tuple[str, ...] = ()
@@ -143,7 +149,7 @@ class TokenEntry:
         generation = self._ids("generation_token_ids", self.generation_token_ids)
         object.__setattr__(self, "prompt_token_ids", prompt)
         object.__setattr__(self, "generation_token_ids", generation)
-        log_probs = np.asarray(self.generation_log_probs, dtype=np.float32)
+        log_probs = self._log_probs(self.generation_log_probs)
         if log_probs.ndim != 1 or log_probs.shape != generation.shape:
             raise self._error(
                 "generation_log_probs",
@@ -151,6 +157,8 @@ class TokenEntry:
             )
         if log_probs.size and not math.isfinite(float(log_probs.sum())) and not np.isfinite(log_probs).all():
             raise self._error("generation_log_probs", "must be finite")
+        if log_probs.size and log_probs.max() > LOG_PROB_ROUNDING:
+            raise self._error("generation_log_probs", f"must not be above 0: got {log_probs.max()}")
         object.__setattr__(self, "generation_log_probs", _frozen(log_probs))
         if self.prompt_offset < 0:
             raise self._error("prompt_offset", f"must not be negative: got {self.prompt_offset}")
@@ -188,6 +196,26 @@ class TokenEntry:
             return as_ids(value)
         except ValueError as error:
             raise self._error(name, str(error)) from None
+
+    def _log_probs(self, value: npt.ArrayLike) -> LogProbArray:
+        if isinstance(value, np.ndarray) and value.dtype == np.float32:
+            return value
+        try:
+            raw = _plain_array(value)
+        except ValueError as error:
+            raise self._error("generation_log_probs", str(error)) from None
+        if raw.size and raw.dtype.kind not in "fiu":
+            raise self._error("generation_log_probs", f"must be numbers: got dtype {raw.dtype}")
+        with np.errstate(over="ignore"):  # what overflows is not finite
+            return raw.astype(np.float32)
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The generation limit that the request asked for, wherever it is recorded; None: it asked for none."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        limits = [self.sampling.get(name) for name in _LIMITS]
+        return min((limit for limit in limits if type(limit) is int), default=None)
 
     @property
     def is_delta(self) -> bool:
@@ -243,6 +271,25 @@ class CallIntent:
     created_at: float
     request_digest: str = ""
     """SHA-256 of the request body; the same for a client's retry."""
+    request_key: str = ""
+    """Fingerprint of the whole conversation that the request sends; empty: not known."""
+    asked_key: str = ""
+    """Fingerprint of the conversation before the request's latest assistant turn: the `request_key` of the request that
+    this turn was the answer to. Empty: the request echoes no turn.
+    """
+    answer_key: str = ""
+    """Fingerprint through that turn: the `turn_key` of the call that generated it, if one did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LostCall:
+    """What other calls show of one that was begun and left neither a record nor a refusal."""
+
+    model_call_id: str
+    retries: tuple[str, ...]
+    """Ids of the calls that the same request body was sent for."""
+    answers: tuple[str, ...]
+    """Turn keys that later requests echo in answer to this very request: each was generated by one of its tries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,6 +314,8 @@ class Snapshot:
     incomplete: tuple[str, ...] = ()
     """Why the capture is not complete: named reasons, e.g. `dangling_intent:<call id>`, `capture_failed:<call id>`."""
     problems: tuple[RecordProblem, ...] = ()
+    lost_calls: tuple[LostCall, ...] = ()
+    """Of the calls with a `dangling_intent`, those of which it is known what they were for, by call id."""
 
 
 # --- small things that everything shares -----------------------------------------------------------------------
@@ -282,9 +331,19 @@ def check_rollout_id(rollout_id: str) -> str:
     return rollout_id
 
 
+def delivered_by(said: Iterable[bool | None]) -> bool | None:
+    """What comes of all that is said of one reply's delivery, None being nothing.
+
+    If it is said both that it was delivered and that it was not, it was not: a connection can turn out to have been
+    lost after everything was handed to it.
+    """
+    known = [each for each in said if each is not None]
+    return all(known) if known else None
+
+
 def as_ids(value: npt.ArrayLike) -> IdArray:
     """A read-only int32 vector. Raises `ValueError` on anything that is not a vector of non-negative int32 values."""
-    raw = np.asarray(value)
+    raw = _plain_array(value)
     if raw.dtype == np.int32:
         ids = raw
     elif raw.size == 0 and raw.ndim == 1:
@@ -300,6 +359,13 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
     if ids.size and int(ids.min()) < 0:
         raise ValueError("must be ids in [0, 2**31)")
     return _frozen(ids)
+
+
+def _plain_array(value: npt.ArrayLike) -> npt.NDArray[Any]:
+    """An array of what the values are. Raises `ValueError` on booleans among numbers, which numpy takes for 0 and 1."""
+    if isinstance(value, list | tuple) and not {bool, np.bool_}.isdisjoint(map(type, value)):
+        raise ValueError("must be numbers: got a boolean among them")
+    return np.asarray(value)
 
 
 def digest_ids(*parts: IdArray) -> str:

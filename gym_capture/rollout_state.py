@@ -21,12 +21,12 @@ intent may be lost (an earlier process died before it was acknowledged) or never
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
-from gym_capture.records import CallIntent, RecordProblem
+from gym_capture.records import DANGLING_INTENT, CallIntent, LostCall, RecordProblem, delivered_by
 
 CONFLICTING_CALL: Final = "conflicting_call_id"
 
@@ -128,6 +128,7 @@ class FrozenFacts(NamedTuple):
     problems: tuple[RecordProblem, ...]
     delivery: Mapping[str, bool]
     """Whether the reply of a call was delivered whole, of those calls of which that is known."""
+    lost_calls: tuple[LostCall, ...]
 
 
 # --- the state ---------------------------------------------------------------------------------------------------
@@ -140,7 +141,8 @@ class RolloutState:
     rollout_id: str
     epoch: int
     """Writes that carry another epoch are refused."""
-    begun: set[str] = field(default_factory=set)
+    begun: dict[str, bytes] = field(default_factory=dict)
+    """What each call is for (`_purpose`)."""
     committed: dict[str, bytes] = field(default_factory=dict)
     """Payload digest of each recorded call."""
     abandoned: set[str] = field(default_factory=set)
@@ -258,7 +260,7 @@ class RolloutState:
             return
         match event:
             case Begun(_, intent):
-                self.begun.add(intent.model_call_id)
+                self.begun[intent.model_call_id] = _purpose(intent)
             case Committed(_, call_id, payload_digest):
                 self.committed[call_id] = payload_digest
             case Abandoned(_, call_id):
@@ -275,21 +277,45 @@ class RolloutState:
     # reading
 
     def freeze(self) -> FrozenFacts:
-        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete.
-
-        A reply that is said both to have been delivered and not to have been was not: a connection can turn out to have
-        been lost after everything was handed to it.
-        """
+        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
         dangling = self.begun - self.committed.keys() - self.abandoned
         return FrozenFacts(
             snapshot_id=self.snapshot_id(),
             version=self.version,
-            incomplete=(*sorted(self.incomplete), *(f"dangling_intent:{call_id}" for call_id in sorted(dangling))),
+            incomplete=(*sorted(self.incomplete), *(f"{DANGLING_INTENT}:{call_id}" for call_id in sorted(dangling))),
             problems=tuple(sorted(self.problems, key=lambda p: (p.reason, p.call_id or "", p.detail))),
-            delivery={
-                call_id: call_id not in self.undelivered for call_id in sorted(self.delivered | self.undelivered)
-            },
+            delivery=self._delivery(),
+            lost_calls=self._lost_calls(dangling),
         )
+
+    def _lost_calls(self, dangling: Set[str]) -> tuple[LostCall, ...]:
+        """What is known of calls that were begun and then lost.
+
+        Nothing, unless it is known of every call what it was for: any could be the one that goes on from a lost reply.
+        """
+        if not dangling or not all(self.begun.values()) or not self.committed.keys() <= self.begun.keys():
+            return ()
+        purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in self.begun.items()}
+        lost: list[LostCall] = []
+        for call_id in sorted(dangling):
+            mine = purposes[call_id]
+            if mine.request != _NO_KEY:
+                others = [(other, theirs) for other, theirs in purposes.items() if other != call_id]
+                retries = {
+                    other for other, theirs in others if (theirs.body, theirs.request) == (mine.body, mine.request)
+                }
+                answers = {theirs.answer.hex() for _, theirs in others if theirs.asked == mine.request}
+                lost.append(
+                    LostCall(model_call_id=call_id, retries=tuple(sorted(retries)), answers=tuple(sorted(answers)))
+                )
+        return tuple(lost)
+
+    def _delivery(self) -> dict[str, bool]:
+        said = [(call_id, True) for call_id in self.delivered] + [(call_id, False) for call_id in self.undelivered]
+        together: dict[str, bool] = {}
+        for call_id, delivered in sorted(said):
+            together[call_id] = bool(delivered_by((together.get(call_id), delivered)))
+        return together
 
     def snapshot_id(self) -> str:
         """The same facts of the same epoch give the same id, whenever and wherever it is asked for."""
@@ -323,6 +349,37 @@ class RolloutState:
             *(self.begun, self.committed, self.abandoned, self.incomplete),
             *(self.problems, self.delivered, self.undelivered),
         )
+
+
+_KEY_BYTES: Final = 16
+_NO_KEY: Final = bytes(_KEY_BYTES)
+
+
+class _Purpose(NamedTuple):
+    """What a call is for, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
+
+    body: bytes
+    request: bytes
+    asked: bytes
+    answer: bytes
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Purpose:
+        return cls(*(packed[start : start + _KEY_BYTES] for start in range(0, len(packed), _KEY_BYTES)))
+
+
+def _purpose(intent: CallIntent) -> bytes:
+    """Packed; empty if it is not known, as of intents that were written before it was."""
+    if not intent.request_key and not intent.answer_key:
+        return b""
+    try:
+        keys = [bytes.fromhex(key) or _NO_KEY for key in (intent.request_key, intent.asked_key, intent.answer_key)]
+    except ValueError:
+        return b""
+    if any(len(key) != _KEY_BYTES for key in keys):
+        return b""
+    body = hashlib.blake2b(intent.request_digest.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
+    return b"".join((body, *keys))
 
 
 def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:

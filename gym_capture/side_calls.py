@@ -4,7 +4,8 @@ Invariant: a call is a side call only for a reason that the record itself shows 
 was answered - and the same records give the same answer in any order.
 
 Flow: explicit patterns and probes first; then, over what is left, self-calibration: a harness names the policy in the
-calls that do the work, so the requested model that generated most is the policy and the others are side calls.
+calls that do the work, so the requested model that generated most is the policy and the others are side calls. A name
+that is not known is not another name: then the model that generated tells, as far as it can.
 Whether a call offers tools never makes it a side call: a rollout may be one plain question.
 """
 
@@ -30,7 +31,8 @@ class SideCallRules:
 
     def asks_for_side_call(self, entry: TokenEntry) -> bool:
         """Whether the request alone shows it: by a pattern, or as a probe."""
-        if entry.max_tokens is not None and entry.max_tokens <= self.probe_max_tokens:
+        limit = entry.asked_max_tokens
+        if limit is not None and 1 <= limit <= self.probe_max_tokens:
             return True
         return any(fnmatchcase(entry.requested_model, pattern) for pattern in self.model_patterns)
 
@@ -39,18 +41,30 @@ def side_calls(entries: Sequence[TokenEntry], rules: SideCallRules) -> frozenset
     """Positions in `entries` (one entry for each call) of the calls that are not part of the task."""
     found = {position for position, entry in enumerate(entries) if rules.asks_for_side_call(entry)}
     if rules.self_calibrate:
-        rest = [entry for position, entry in enumerate(entries) if position not in found]
-        policy = _policy_model(rest)
-        found.update(position for position, entry in enumerate(entries) if entry.requested_model != policy)
+        rest = [position for position in range(len(entries)) if position not in found]
+        found.update(_of_other_models(entries, rest))
     return frozenset(found)
 
 
-def _policy_model(entries: Sequence[TokenEntry]) -> str | None:
-    """The requested model that generated most; among equals the one with more tool-offering calls, more calls, name."""
+def _of_other_models(entries: Sequence[TokenEntry], positions: Sequence[int]) -> list[int]:
+    """Those that asked for another model than the policy; where nobody noted what was asked for, by what generated."""
+    named = [position for position in positions if entries[position].requested_model]
+    unnamed = [position for position in positions if not entries[position].requested_model]
+    policy = _heaviest([(entries[position].requested_model, entries[position]) for position in named])
+    if policy is None:
+        model = _heaviest([(entries[position].model, entries[position]) for position in unnamed])
+        return [position for position in unnamed if entries[position].model != model]
+    others = [position for position in named if entries[position].requested_model != policy]
+    models = {entries[position].model for position in named if entries[position].requested_model == policy}
+    return others + [position for position in unnamed if entries[position].model not in {*models, ""}]
+
+
+def _heaviest(named: Sequence[tuple[str, TokenEntry]]) -> str | None:
+    """The name that generated most; among equals the one with more tool-offering calls, more calls, the first name."""
     weights: dict[str, tuple[int, int, int]] = {}
-    for entry in entries:
-        tokens, with_tools, calls = weights.get(entry.requested_model, (0, 0, 0))
-        weights[entry.requested_model] = (
+    for name, entry in named:
+        tokens, with_tools, calls = weights.get(name, (0, 0, 0))
+        weights[name] = (
             tokens + int(entry.generation_token_ids.size),
             with_tools + int(entry.has_tools),
             calls + 1,
@@ -58,4 +72,4 @@ def _policy_model(entries: Sequence[TokenEntry]) -> str | None:
     if not weights:
         return None
     most = max(weights.values())
-    return min(model for model, weight in weights.items() if weight == most)
+    return min(name for name, weight in weights.items() if weight == most)

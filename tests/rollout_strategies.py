@@ -63,7 +63,9 @@ def honest_rollouts(draw: st.DrawFn, *, max_calls: int = 9, decided: bool | None
 
 
 def _entry(draw: st.DrawFn, call_id: str, prompt: Sequence[int], *, parent: Parent | None, number: int) -> TokenEntry:
-    odd = draw(st.sampled_from((*[None] * 10, "another model", "probe", "abort", "error", "empty")))
+    odd = draw(
+        st.sampled_from((*[None] * 10, "another model", "probe", "a probe by its sampling", "abort", "error", "empty"))
+    )
     generation = [] if odd == "empty" else draw(ids)
     log_probs = [-1.0 - number - position / 8 for position in range(len(generation))]
     return TokenEntry(
@@ -78,7 +80,8 @@ def _entry(draw: st.DrawFn, call_id: str, prompt: Sequence[int], *, parent: Pare
         parent=parent,
         finish_reason=odd if odd in ("abort", "error") else "stop",
         delivered=draw(st.sampled_from((None, True, False))),
-        max_tokens=1 if odd == "probe" else 100,
+        max_tokens=1 if odd == "probe" else None if odd == "a probe by its sampling" else 100,
+        sampling={"max_tokens": 1} if odd == "a probe by its sampling" else {},
         prefix_requested=isinstance(parent, Continues),
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations_with_replacement
 from typing import Any
 
 import numpy as np
@@ -242,6 +244,88 @@ def test_an_unsettled_retry_keeps_what_came_before_it() -> None:
     assert built.mask_reasons == ("unresolved_retries",)
 
 
+# What a final call's tries were, and which the agent ended with. Down: one try; across: another, which has something to
+# train. `this`: the one at the left; `that`: the one at the top; `?`: not known.
+PAIRS = """
+                    | whole, delivered | whole, not | whole, unknown
+    whole, delivered| ?                | this       | this
+    whole, not      | that             | ?          | ?
+    whole, unknown  | that             | ?          | ?
+    empty, delivered| ?                | this       | this
+    empty, not      | that             | ?          | ?
+    empty, unknown  | that             | ?          | ?
+    cut, delivered  | ?                | this       | this
+    cut, not        | that             | that       | that
+    cut, unknown    | that             | that       | that
+"""
+DELIVERED = {"delivered": True, "not": False, "unknown": None}
+KINDS = [(kind, known) for kind in ("whole", "empty", "cut") for known in DELIVERED]
+
+
+def a_try(call_id: str, kind: str, known: str, cut_off: str = "abort") -> TokenEntry:
+    return call(
+        call_id,
+        [1, 2, 3],
+        [] if kind == "empty" else [4, ord(call_id)],
+        finish_reason=cut_off if kind == "cut" else "stop",
+        delivered=DELIVERED[known],
+    )
+
+
+def settled(tries: Sequence[TokenEntry]) -> tuple[list[list[str]], bool, dict[str, str]]:
+    """What is trained, whether the retries are unresolved, what is left out: the same below a parent, in any order."""
+    below = [
+        replace(each, prompt_token_ids=np.array([8, 9, 1, 2, 3], np.int32), parent=Continues("p", 2)) for each in tries
+    ]
+    found = []
+    for entries in (tries, tries[::-1], [call("p", [8], [9], parent=Root()), *below]):
+        for options in (BuildOptions(), ALL_CHAINS):
+            built = build(snapshot(*entries), options)
+            trained = [
+                [call_id for call_id in row["calls"] if call_id not in {*excluded(built), "p"}] for row in rows(built)
+            ]
+            assert built.masked == (built.mask_reasons != ())
+            found.append((sorted(filter(None, trained)), "unresolved_retries" in built.mask_reasons, excluded(built)))
+            assert set(built.mask_reasons) <= {"unresolved_retries", "no_trainable_tokens"}
+    assert all(each == found[0] for each in found)
+    return found[0]
+
+
+def test_of_two_tries_of_a_final_call_one_that_may_have_been_used_is_trained_or_none() -> None:
+    head, *lines = [[cell.strip() for cell in line.split("|")] for line in PAIRS.strip().splitlines()]
+    for this, *cells in lines:
+        for that, cell in zip(head[1:], cells, strict=True):
+            for cut_off in ("abort", "error"):
+                trained, unresolved, _ = settled(
+                    [a_try("a", *this.split(", "), cut_off), a_try("b", *that.split(", "))]
+                )
+                a_has_loss = this.startswith("whole")
+                expected = {"?": [], "that": [["b"]], "this": [["a"]] if a_has_loss else []}[cell]
+                assert (trained, unresolved) == (expected, cell == "?"), (this, that)
+
+
+@pytest.mark.parametrize("kinds", list(combinations_with_replacement(KINDS, 3)))
+def test_of_three_tries_too(kinds: Sequence[tuple[str, str]]) -> None:
+    """One that was delivered; else the only one that was not cut off; else nobody knows."""
+    tries = [a_try(call_id, *kind) for call_id, kind in zip("abc", kinds, strict=True)]
+    delivered = [each for each, (_, known) in zip(tries, kinds, strict=True) if known == "delivered"]
+    whole = [each for each, (kind, _) in zip(tries, kinds, strict=True) if kind != "cut"]
+    ends = (delivered or whole) if len(delivered or whole) == 1 else []
+    with_loss = {each.model_call_id for each, (kind, _) in zip(tries, kinds, strict=True) if kind == "whole"}
+    trained, unresolved, left_out = settled(tries)
+    assert trained == [[each.model_call_id] for each in ends if each.model_call_id in with_loss]
+    assert unresolved == (bool(with_loss) and not ends)
+    for call_id in with_loss - {each.model_call_id for each in ends}:
+        assert left_out[call_id] == ("retry_orphan" if ends else "unresolved_retries")
+
+
+def test_a_side_call_is_no_try_of_a_call_of_the_task() -> None:
+    title = call("t", [1, 2, 3], [5], requested_model="small", delivered=True)
+    built = build(snapshot(call("a", [1, 2, 3], [4, 9]), title), ALL_CHAINS)
+    assert [row["calls"] for row in rows(built)] == [["a"]]
+    assert not built.masked
+
+
 def test_an_aborted_call_that_is_continued_stays_as_prompt() -> None:
     built = build(
         snapshot(
@@ -406,6 +490,13 @@ def test_whether_a_reply_arrived_may_be_learned_later() -> None:
     built = build(snapshot(first, replace(first, delivered=True), other))
     assert only(built).call_ids == ("a",)
     assert not built.masked
+
+
+def test_what_is_said_both_to_have_arrived_and_not_did_not() -> None:
+    first = call("a", [1, 2, 3], [4, 9], delivered=True)
+    other = call("b", [1, 2, 3], [5, 9], delivered=True)
+    for records in ((first, replace(first, delivered=False)), (replace(first, delivered=False), first)):
+        assert only(build(snapshot(*records, other))).call_ids == ("b",)
 
 
 def test_results_are_read_only() -> None:

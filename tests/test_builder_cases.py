@@ -127,6 +127,37 @@ def test_BD_06_a_lone_call_without_tools_is_the_task() -> None:
     assert not built.masked
 
 
+def test_BD_06_calls_of_which_nobody_noted_the_requested_model_are_the_tasks() -> None:
+    built = build(
+        snapshot(
+            call("a", [1, 2, 3], [4, 5]),
+            call("b", [1, 2, 3, 4, 5, 6], [7, 8, 9], requested_model=""),
+            call("c", [1, 2, 3, 4, 5, 6, 7, 8, 9, 10], [11], requested_model=""),
+        ),
+        ALL_CHAINS,
+    )
+    assert [(row["calls"], row["loss_mask"]) for row in rows(built)] == [
+        (["a", "b", "c"], [0, 0, 0, 1, 1, 0, 1, 1, 1, 0, 1])
+    ]
+    assert built.counts.side_calls_excluded == 0
+    assert not built.masked
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_BD_06_a_probe_is_no_part_of_the_task_wherever_its_limit_is_recorded(name: str) -> None:
+    built = build(
+        snapshot(
+            call("a", [1, 2, 3], [4, 5]),
+            call("b", [1, 2, 3, 4, 5, 6], [7, 8]),
+            call("q", [9, 9], [7], has_tools=False, finish_reason="length", sampling={name: 1}),
+        ),
+        ALL_CHAINS,
+    )
+    assert [row["calls"] for row in rows(built)] == [["a", "b"]]
+    assert built.excluded == (ExcludedCall("q", "side_call", 1),)
+    assert not built.masked
+
+
 def test_BD_08_compaction_ends_one_chain_and_starts_another() -> None:
     entries = (
         call("k1", [1, 2], [3, 9]),
@@ -198,6 +229,8 @@ def test_BD_11_one_call_id_with_two_contents_masks() -> None:
     assert built.trajectories == ()
     assert [reason_name(reason) for reason in built.mask_reasons] == ["conflicting_call_id", "no_trainable_tokens"]
     assert built.excluded == (ExcludedCall("c1", "conflicting_call_id", 4),)
+    asked_otherwise = (call("c1", [1, 2], [3]), call("c1", [1, 2], [3], sampling={"max_tokens": 1}))
+    assert build(snapshot(*asked_otherwise)).mask_reasons[0] == "conflicting_call_id:c1"
 
 
 def test_BD_13_what_the_harness_wrote_is_prompt() -> None:

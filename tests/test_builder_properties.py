@@ -159,8 +159,8 @@ class Reference:
                 self.masked = True
                 self.excluded[entry.model_call_id] = "conflicting_call_id"
             else:
-                known = [other.delivered for other in mine if other.delivered is not None]
-                self.calls[entry.model_call_id] = replace(entry, delivered=any(known) if known else None)
+                known = {other.delivered for other in mine} - {None}
+                self.calls[entry.model_call_id] = replace(entry, delivered=False not in known if known else None)
         self.no_loss = self.find_calls_without_loss()
         self.claims = {c: e.parent.call_id for c, e in self.calls.items() if isinstance(e.parent, Continues)}
         cyclic = {call_id for call_id in self.claims if self.reaches_itself(call_id)}
@@ -207,7 +207,7 @@ class Reference:
         )
 
     def find_calls_without_loss(self) -> set[str]:
-        probes = {call_id for call_id, entry in self.calls.items() if entry.max_tokens == 1}
+        probes = {c for c, e in self.calls.items() if e.max_tokens == 1 or e.sampling.get("max_tokens") == 1}
         mass: dict[str, list[int]] = {}
         for call_id, entry in self.calls.items():
             if call_id not in probes:
@@ -282,16 +282,20 @@ class Reference:
             if call_id not in with_loss:
                 continue
             used = [other for other in tries if any(self.parent[child] == other for child in placed)]
-            if used:
-                if call_id not in used:
-                    self.excluded[call_id] = "retry_orphan"
-            elif len(with_loss) > 1:
-                delivered = [other for other in with_loss if self.calls[other].delivered]
-                if len(delivered) != 1:
+            if not used:
+                of_task = [other for other in tries if self.excluded.get(other) != "side_call"]
+                whole = [other for other in of_task if self.calls[other].finish_reason not in ("abort", "error")]
+                delivered = [other for other in of_task if self.calls[other].delivered]
+                if len(delivered) == 1:
+                    used = delivered
+                elif not delivered and len(whole) == 1:
+                    used = whole
+                else:
                     self.masked = True
                     self.excluded[call_id] = "unresolved_retries"
-                elif call_id not in delivered:
-                    self.excluded[call_id] = "retry_orphan"
+                    continue
+            if call_id not in used:
+                self.excluded[call_id] = "retry_orphan"
 
     def path(self, call_id: str) -> list[str]:
         parent = self.parent[call_id]

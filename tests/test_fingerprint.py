@@ -432,6 +432,22 @@ def test_the_key_of_a_generated_turn_is_the_key_of_its_echo(conversation: Conver
     assert Fingerprinter().fingerprint(echo).turn_keys[-1] == generated
 
 
+@given(conversations)
+def test_the_next_request_says_which_request_its_latest_turn_answers(conversation: Conversation) -> None:
+    asked = Fingerprinter().fingerprint(conversation)
+    turn = AssistantTurn("a reply")
+    if isinstance(conversation.items[-1] if conversation.items else None, AssistantTurn):
+        assert asked.request_key == "", "what is generated goes on with a turn, and is no answer of its own"
+        return
+    echo = Conversation((*conversation.items, turn, USER), conversation.tools)
+    assert Fingerprinter().fingerprint(echo, asked).latest_answer == (asked.request_key, asked.key_with(turn))
+    assert Fingerprinter().fingerprint(conversation).request_key == asked.request_key != ""
+
+
+def test_a_request_without_turns_answers_nothing() -> None:
+    assert Fingerprinter().fingerprint(Conversation((USER,))).latest_answer is None
+
+
 def test_fingerprints_travel_between_processes() -> None:
     conversation = Conversation((billed("cch=1;"), USER, calling("{}"), ToolResult("call_1", "1"), AssistantTurn("A")))
     fingerprint = Fingerprinter().fingerprint(conversation)

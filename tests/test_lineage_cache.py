@@ -90,6 +90,58 @@ def test_rollouts_that_do_not_fit_together_are_all_answered() -> None:
     asyncio.run(run())
 
 
+def test_a_call_may_be_a_retry_of_one_that_has_no_record() -> None:
+    def asking(call_id: str, digest: str) -> CallIntent:
+        return CallIntent(rollout_id="r1", model_call_id=call_id, created_at=0.0, request_digest=digest)
+
+    async def run() -> None:
+        shard = Shard(max_bytes=10_000)
+
+        async def begin(call_id: str, digest: str) -> bool:
+            intent = asking(call_id, digest)
+            await shard.store.begin_call(intent)
+            return (await shard.cache.begin(intent, ()))[1]
+
+        assert not await begin("a", "hi")
+        assert not await begin("a", "hi"), "repeating an intent makes no other call of it"
+        assert await begin("b", "hi")
+        assert not await begin("c", "something else")
+        shard.cache.end("r1", "a")
+        assert await begin("d", "hi"), "b is open yet"
+        shard.cache.end("r1", "b")
+        shard.cache.end("r1", "d")
+        assert not await begin("e", "hi")
+
+        # Read back: that calls are open is known, what they were asked is not.
+        shard.cache = LineageCache(shard.read, max_bytes=10_000)
+        shard.cache.expect(["r1"])
+        assert await begin("f", "new")
+        await shard.clear("r1")
+        assert not await begin("f", "new")
+
+    asyncio.run(run())
+
+
+def test_what_was_recorded_while_the_rollout_is_read_back_is_not_open() -> None:
+    async def run() -> None:
+        shard = Shard(max_bytes=10_000)
+        intent = CallIntent(rollout_id="r1", model_call_id="a", created_at=0.0, request_digest="hi")
+        epoch = await shard.store.begin_call(intent)
+        shard.cache.expect(["r1"])
+        shard.gate.clear()
+        reading = asyncio.ensure_future(shard.cache.resolve("r1", ()))
+        await shard.reading.wait()
+        await shard.store.put(FIRST, epoch=epoch)
+        adding = asyncio.ensure_future(shard.cache.add(FIRST))
+        await asyncio.sleep(0)
+        shard.gate.set()
+        await asyncio.gather(reading, adding)
+        other = replace(intent, model_call_id="b", request_digest="new")
+        assert not (await shard.cache.begin(other, ("k1",)))[1]
+
+    asyncio.run(run())
+
+
 # --- any sequence ----------------------------------------------------------------------------------------------------
 
 

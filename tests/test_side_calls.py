@@ -43,6 +43,15 @@ def call(requested_model: str, generated: int, **fields: Any) -> TokenEntry:
         pytest.param([call("m", 3), call("m", 1, max_tokens=1)], {1}, id="probe"),
         pytest.param([call("m", 1, max_tokens=1)], {0}, id="nothing but a probe"),
         pytest.param([call("m", 3, max_tokens=2)], set(), id="short, but no probe"),
+        pytest.param(
+            [call("m", 3), call("m", 1, sampling={"max_tokens": 1})], {1}, id="a probe by its sampling parameters"
+        ),
+        pytest.param([call("m", 3, max_tokens=9, sampling={"max_tokens": 1})], set(), id="no room, but no probe"),
+        pytest.param([call("m", 1), call("", 3)], set(), id="an unknown name is no other name"),
+        pytest.param([call("m", 3), call("small", 2), call("", 9)], {1}, id="unknown names do not elect the policy"),
+        pytest.param([call("m", 3), call("", 1, model="other")], {1}, id="unknown, but another model generated"),
+        pytest.param([call("m", 3), call("", 1, model="")], set(), id="nothing known"),
+        pytest.param([call("", 3), call("", 4, model="big")], {0}, id="no name at all: by what generated"),
     ],
 )
 def test_the_default_rules(entries: list[TokenEntry], expected: set[int]) -> None:

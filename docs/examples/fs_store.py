@@ -156,6 +156,7 @@ class FsStore:
             entries=with_delivery((each for each in read if isinstance(each, TokenEntry)), facts.delivery),
             incomplete=facts.incomplete,
             problems=(*facts.problems, *(each for each in read if isinstance(each, RecordProblem))),
+            lost_calls=facts.lost_calls,
         )
 
     async def rollout_ids(self) -> Sequence[str]:

@@ -31,7 +31,7 @@ from gym_capture.errors import (
     StaleSnapshotError,
     StoreUnavailableError,
 )
-from gym_capture.records import Continues
+from gym_capture.records import Continues, LostCall
 
 # --- reading back what was written -------------------------------------------------------------------------------
 
@@ -129,6 +129,20 @@ async def dangling_intent_is_incomplete(store: Store) -> None:
     snapshot = await store.freeze("r")
     expect_equal(snapshot.incomplete, ("dangling_intent:c",), "incomplete")
     expect(snapshot.version > 0, "an intent must give the rollout a version")
+
+
+async def lost_calls_are_not_guessed(store: Store) -> None:
+    """Of an intent without an entry, the snapshot says what the other intents show of it - or nothing."""
+    keys = {name: f"{number:032x}" for number, name in enumerate(("request", "answer", "next"), start=1)}
+    asked = replace(sample_intent("r", "lost"), request_key=keys["request"])
+    after = {"request_key": keys["next"], "asked_key": keys["request"], "answer_key": keys["answer"]}
+    for intent in (asked, replace(asked, model_call_id="try"), replace(sample_intent("r", "next"), **after)):
+        epoch = await store.begin_call(intent)
+    for call_id in ("try", "next"):
+        await store.put(sample_entry("r", call_id), epoch=epoch)
+    shown = LostCall(model_call_id="lost", retries=("try",), answers=(keys["answer"],))
+    found = (await store.freeze("r")).lost_calls
+    expect(found in ((), (shown,)), f"lost calls: got {found!r}, expected {shown!r} or nothing")
 
 
 async def abandoned_call_is_not_missed(store: Store) -> None:
@@ -452,6 +466,7 @@ CHECKS: Final[Mapping[str, Check]] = {
         intent_repeats,
         calls_share_an_epoch,
         dangling_intent_is_incomplete,
+        lost_calls_are_not_guessed,
         abandoned_call_is_not_missed,
         record_without_intent_is_accepted,
         rollout_ids_are_checked,

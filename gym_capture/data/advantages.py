@@ -10,7 +10,8 @@ For a rollout with reward r in a group whose unmasked rewards have mean m and st
     population_std    (r - m) / (s + 1e-6),  s over n
     sample_std        (r - m) / (s + 1e-6),  s over n - 1
 
-A group with one unmasked rollout has nothing to compare it with: its advantage is 0.
+A group with one unmasked rollout has nothing to compare it with: its advantage is 0. Whatever the rewards, nothing
+overflows on the way; an advantage without a scale that a float32 cannot hold is cut to the largest one that it can.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ SCALES: Final[tuple[Scale, ...]] = get_args(Scale)
 
 _EPSILON: Final = 1e-6
 """Keeps a group whose rewards differ by rounding only from being blown up to advantages of +-1."""
+
+_LARGEST: Final = float(np.finfo(np.float32).max)
+"""Trainers multiply in float32."""
 
 
 def group_advantages(
@@ -55,14 +59,22 @@ def group_advantages(
     if not kept_N.any():
         return advantage_N
     reward_K = reward_N[kept_N]
+    # In each group, rewards are brought down to [-1, 1] by a power of two, which loses no digit: squares stay in range.
     _, group_K = np.unique(np.asarray(groups, dtype=np.str_)[kept_N], return_inverse=True)
     count_G = np.bincount(group_K)
+    largest_G = np.zeros(count_G.shape)
+    np.maximum.at(largest_G, group_K, np.abs(reward_K))
+    exponent_G = np.maximum(np.frexp(largest_G)[1], 0)
+    reward_K = np.ldexp(reward_K, -exponent_G[group_K])
     centered_K = reward_K - (np.bincount(group_K, weights=reward_K) / count_G)[group_K]
     centered_K[(count_G == 1)[group_K]] = 0.0
-    if scale != "none":
+    if scale == "none":
+        with np.errstate(over="ignore"):
+            centered_K = np.clip(np.ldexp(centered_K, exponent_G[group_K]), -_LARGEST, _LARGEST)
+    else:
         freedom_G = count_G if scale == "population_std" else np.maximum(count_G - 1, 1)
         std_G = np.sqrt(np.bincount(group_K, weights=np.square(centered_K)) / freedom_G)
-        centered_K /= std_G[group_K] + _EPSILON
+        centered_K /= (std_G + np.ldexp(_EPSILON, -exponent_G))[group_K]
     advantage_N[kept_N] = centered_K
     return advantage_N
 

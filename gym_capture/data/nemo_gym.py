@@ -34,6 +34,7 @@ from gym_capture.records import (
     Continues,
     IdArray,
     LogProbArray,
+    LostCall,
     Parent,
     RecordProblem,
     Root,
@@ -132,6 +133,10 @@ def _read_rollout(path: Path, rollout_id: str) -> Snapshot:
         entries=tuple(entries),
         incomplete=incomplete,
         problems=tuple(problems),
+        lost_calls=tuple(
+            LostCall(model_call_id=lost.model_call_id, retries=lost.retries, answers=lost.answers)
+            for lost in state.lost_calls
+        ),
     )
 
 
@@ -174,6 +179,7 @@ class _Record(BaseModel):
     weight_versions: list[Any] | None = None
     routed_experts: list[Any] | None = None
     sampling_mask: list[Any] | None = None
+    turn_key: str | None = None
 
     @property
     def stored_len(self) -> int:
@@ -282,7 +288,7 @@ def _entry(record: _Record, lengths: _Lengths) -> TokenEntry | RecordProblem:
             rollout_id=record.rollout_id,
             model_call_id=record.model_call_id,
             model=record.model or "",
-            requested_model=record.requested_model or record.model or "",
+            requested_model=record.requested_model or "",
             has_tools=bool(record.has_tools),
             prompt_token_ids=_ids(record, "prompt_token_ids", record.prompt_token_ids),
             prompt_offset=offset,
@@ -291,6 +297,7 @@ def _entry(record: _Record, lengths: _Lengths) -> TokenEntry | RecordProblem:
             parent=parent,
             output_items=items,
             token_item_index=carrier,
+            turn_key=record.turn_key,
             finish_reason=record.finish_reason,
             stop_reason=None if record.stop_reason is None else str(record.stop_reason),
             delivered=record.delivered,
@@ -421,6 +428,16 @@ def _cumulative_ids(entry: TokenEntry, entries: Mapping[str, TokenEntry]) -> IdA
 # --- the files beside the records ----------------------------------------------------------------------------------
 
 
+class _LostCall(BaseModel):
+    """`records.LostCall`: only gym-capture writes it."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    model_call_id: str
+    retries: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
 class _State(BaseModel):
     """What the writer says of the whole rollout; all of it may be missing."""
 
@@ -429,6 +446,7 @@ class _State(BaseModel):
     snapshot_id: str = ""
     version: int = 0
     incomplete: bool = False
+    lost_calls: list[_LostCall] = []
 
 
 def _state(path: Path) -> tuple[_State, list[RecordProblem]]:

@@ -101,6 +101,21 @@ ROLLOUT_SCHEMA: Final[pa.Schema] = pa.schema(
             pa.list_(pa.struct([(name, pa.string()) for name in ("reason", "call_id", "field", "detail")])),
             nullable=False,
         ),
+        # Of the calls that are `dangling_intent` above: those that the same body was sent for, and the turn keys that
+        # later requests echo in answer to the same request (`records.LostCall`).
+        pa.field(
+            "lost_calls",
+            pa.list_(
+                pa.struct(
+                    [
+                        ("model_call_id", pa.string()),
+                        ("retries", pa.list_(pa.string())),
+                        ("answers", pa.list_(pa.string())),
+                    ]
+                )
+            ),
+            nullable=False,
+        ),
     ],
     metadata=_METADATA,
 )
@@ -195,7 +210,15 @@ def rollout_row(snapshot: Snapshot) -> dict[str, Any]:
         "problems": [
             {"reason": p.reason, "call_id": p.call_id, "field": p.field, "detail": p.detail} for p in snapshot.problems
         ],
+        "lost_calls": _lost_call_rows(snapshot),
     }
+
+
+def _lost_call_rows(snapshot: Snapshot) -> list[dict[str, Any]]:
+    return [
+        {"model_call_id": lost.model_call_id, "retries": list(lost.retries), "answers": list(lost.answers)}
+        for lost in snapshot.lost_calls
+    ]
 
 
 def _parent(entry: TokenEntry) -> tuple[str | None, str | None, int | None, str | None]:
@@ -225,6 +248,8 @@ class _NemoGymFiles:
     def add(self, snapshot: Snapshot) -> None:
         lost, dangling = _lost_calls(snapshot)
         state = {"snapshot_id": snapshot.snapshot_id, "version": snapshot.version, "incomplete": bool(lost)}
+        if snapshot.lost_calls:  # a field that their reader leaves out: to them, a lost call masks in any case
+            state["lost_calls"] = _lost_call_rows(snapshot)
         # The records come last: a rollout of which somebody finds records has what masks it beside them.
         if lost:
             self._write(snapshot, ".tokens.incomplete", [line.encode() for line in lost])
@@ -254,6 +279,7 @@ def _nemo_gym_records(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
             "prompt_is_delta": row["prompt_offset"] > 0,
             "cum_len": entry.cum_len,
             "digest": digest if ids is None else gym_digest(ids),
+            **({"turn_key": entry.turn_key} if snapshot.lost_calls else {}),
         }
 
 

@@ -156,11 +156,15 @@ class CallService:
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
             fingerprint = self._fingerprint(rollout_id, request)
+            asked_key, answer_key = fingerprint.latest_answer or ("", "")
             intent = CallIntent(
                 rollout_id=rollout_id,
                 model_call_id=call_id,
                 created_at=self._clock(),
                 request_digest=request_digest,
+                request_key=fingerprint.request_key,
+                asked_key=asked_key,
+                answer_key=answer_key,
             )
             begun = await self._register(self._state, intent, fingerprint)
             resolution = begun.resolution
@@ -413,6 +417,13 @@ class CallInFlight:
             # The intent stays open in the store, which makes the snapshot incomplete by itself.
             logger.error("could not mark the rollout incomplete: %s", second)
 
+    def _sampling(self) -> Mapping[str, Any]:
+        """The parameters in force. A limit that nobody asked for is only the room that was left in the context."""
+        used = dict(self._generation.sampling)
+        if self.request.max_tokens is None:
+            used.pop("max_tokens", None)
+        return used
+
     def _entry(self, finish_reason: str, turn: AssistantTurn, tracked: Tracked) -> TokenEntry:
         """The record. Raises `RecordError` for what the engine reported amiss."""
         prompt_ids = self._chunks[0].prompt_token_ids
@@ -455,7 +466,7 @@ class CallInFlight:
             prefix_requested=isinstance(resolution, Resolved),
             prefix_supplied=supplied,
             weight_versions=last.weight_versions,
-            sampling=self._generation.sampling,
+            sampling=self._sampling(),
             max_tokens=self.request.max_tokens,
             normalized=tracked.rules,
             routed_experts=last.routed_experts,

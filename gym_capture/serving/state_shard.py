@@ -169,7 +169,7 @@ class StateShard:
             )
         epoch = await hosted.store.begin_call(intent)
         try:
-            resolution, may_be_retry = await hosted.lineage.resolve(intent.rollout_id, turn_keys, asked_keys)
+            resolution, may_be_retry = await hosted.lineage.begin(intent, turn_keys, asked_keys)
         except StoreError:
             # The caller is told that its call has not begun, so its intent must not be missed.
             await hosted.store.abandon_call(intent.rollout_id, intent.model_call_id, epoch=epoch)
@@ -205,7 +205,9 @@ class StateShard:
             await self.mark_incomplete(entry.rollout_id, reason, epoch)
 
     async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
-        await (await self._opened()).store.abandon_call(rollout_id, call_id, epoch=epoch)
+        hosted = await self._opened()
+        await hosted.store.abandon_call(rollout_id, call_id, epoch=epoch)
+        hosted.lineage.end(rollout_id, call_id)
 
     async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
         await (await self._opened()).store.mark_incomplete(rollout_id, reason, epoch=epoch)

@@ -128,7 +128,9 @@ class RolloutBook:
     def freeze(self, rollout_id: str) -> FrozenFacts:
         state = self.live(check_rollout_id(rollout_id))
         if state is None:
-            return FrozenFacts(empty_snapshot_id(rollout_id), version=0, incomplete=(), problems=(), delivery={})
+            return FrozenFacts(
+                empty_snapshot_id(rollout_id), version=0, incomplete=(), problems=(), delivery={}, lost_calls=()
+            )
         return state.freeze()
 
     def _find(self, rollout_id: str) -> RolloutState | None:

@@ -80,6 +80,7 @@ class MemoryStore:
             entries=with_delivery(self._entries.get(rollout_id, {}).values(), facts.delivery),
             incomplete=facts.incomplete,
             problems=facts.problems,
+            lost_calls=facts.lost_calls,
         )
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:

@@ -44,6 +44,7 @@ def read_snapshot(
         entries=(),
         incomplete=facts.incomplete,
         problems=tuple(problems),
+        lost_calls=facts.lost_calls,
     )
     return join_snapshot(snapshot, encoded, facts.delivery)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from gym_capture.conformance.lineage import (
 )
 from gym_capture.conformance.support import expect_entries, run_call
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.records import LostCall, Snapshot
 from tests.contract.test_lineage_stores import Shard
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"
@@ -52,6 +54,22 @@ def test_the_example_keeps_the_contract(name: str, by_uri: bool, open_store: Ope
     result = asyncio.run(run_check(name, fresh, reopen=reopen))
     assert result.passed, f"{result.contract}\n{result.failure}"
     assert (tmp_path / "shard-0000").exists() is not by_uri
+
+
+def test_it_says_what_lost_calls_were_for(open_store: Open, tmp_path: Path) -> None:
+    async def run() -> tuple[LostCall, ...]:
+        store = await open_store(directory=tmp_path / "shard-0000")
+        lost = replace(sample_intent("r", "lost"), request_key="1" * 32)
+        for call_id in ("lost", "try"):
+            epoch = await store.begin_call(replace(lost, model_call_id=call_id))
+        await store.put(sample_entry("r", "try"), epoch=epoch)
+        await store.close()
+        reopened = await open_store(directory=tmp_path / "shard-0000")
+        snapshot: Snapshot = await reopened.freeze("r")
+        await reopened.close()
+        return snapshot.lost_calls
+
+    assert asyncio.run(run()) == (LostCall(model_call_id="lost", retries=("try",), answers=()),)
 
 
 @pytest.mark.parametrize("name", [*LINEAGE_CHECKS, *LINEAGE_DURABILITY_CHECKS])

@@ -10,6 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.data.advantages import SCALES, Scale, group_advantages, token_advantages
+from gym_capture.data.groups import build_group
+from gym_capture.data.requests import Request
+from gym_capture.records import Snapshot
+from tests.calls import ALL_CHAINS, call, snapshot
 
 ROLLOUTS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12
@@ -29,8 +33,21 @@ def test_TR_01_every_row_of_a_rollout_carries_its_advantage_on_its_own_sampled_i
 
 @pytest.mark.parametrize(("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071)])
 def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: float) -> None:
-    # r1 was built into three rows and r2 into one; there is one reward for each of the two.
-    assert of([("g", 1.0, False), ("g", 0.0, False)], scale) == pytest.approx([size, -size], abs=1e-4)
+    """From the group's rollouts to its rows: a baseline over the rows would be 0.75."""
+
+    def freeze(rollout_id: str) -> Snapshot:
+        chains = 3 if rollout_id == "r1" else 1
+        calls = [call(f"c{chain}", [1, chain], [2, 3], rollout_id=rollout_id) for chain in range(chains)]
+        return snapshot(*calls, rollout_id=rollout_id)
+
+    requests = [
+        Request(rollout_id=name, group_id="g", reward=reward, reward_components=None, failure=None)
+        for name, reward in (("r1", 1.0), ("r2", 0.0))
+    ]
+    built = build_group(requests, freeze, options=ALL_CHAINS, scale=scale)
+    rows = {summary.rollout_id: table.column("advantage").to_pylist() for summary, table in built}
+    assert rows["r1"] == pytest.approx([size] * 3, abs=1e-4)
+    assert rows["r2"] == pytest.approx([-size], abs=1e-4)
 
 
 @pytest.mark.parametrize(("scale", "size"), [("population_std", 1.0), ("sample_std", 0.7071)])
@@ -44,6 +61,28 @@ def test_masked_rollouts_are_outside_of_the_baseline(scale: Scale) -> None:
     with_masked = of([("g", 0.0, False), ("g", float("nan"), True), ("g", 1.0, False), ("g", 100.0, True)], scale)
     assert [with_masked[0], with_masked[2]] == of([("g", 0.0, False), ("g", 1.0, False)], scale)
     assert [with_masked[1], with_masked[3]] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([1e200, 0.0, 0.0, 0.0], [1.7321, -0.5774, -0.5774, -0.5774]),
+        ([1e308, 1e308, 0.0, -1e308], [0.9045, 0.9045, -0.3015, -1.5076]),
+        ([1.7e308, -1.7e308], [1.0, -1.0]),
+        ([1.7e308] * 3 + [-1.7e308], [0.5774, 0.5774, 0.5774, -1.7321]),
+        ([1e-300, 0.0], [0.0, 0.0]),
+    ],
+)
+@pytest.mark.filterwarnings("error")
+def test_no_reward_is_too_large_to_be_compared(rewards: list[float], expected: list[float]) -> None:
+    beside = [("h", 1.0, False), ("h", 0.0, False)]
+    found = of([*(("g", reward, False) for reward in rewards), *beside], "population_std")
+    assert found == pytest.approx([*expected, 1.0, -1.0], abs=1e-4)
+    for scale in SCALES:
+        found = of([*(("g", reward, False) for reward in rewards), *beside], scale)
+        assert np.isfinite(np.array(found, np.float32)).all()
+        assert found[-2:] == of(beside, scale)
+        assert np.isfinite(token_advantages(found[0], np.ones(1, np.bool_))).all()
 
 
 def test_a_group_that_is_all_masked_gives_zeros() -> None:

@@ -103,7 +103,7 @@ def test_a_record_becomes_an_entry(tmp_path: Path) -> None:
     assert [(span.start, span.end, span.version) for span in b.weight_versions] == [(0, 1, "3")]
     assert b.routed_experts is not None
     assert b.routed_experts.shape == (5, 2, 1)
-    assert a.requested_model == "served", "the model itself, where nobody noted what was asked for"
+    assert a.requested_model == "", "nobody noted what was asked for"
 
 
 def test_version_1_has_no_parents(tmp_path: Path) -> None:
@@ -380,6 +380,7 @@ def as_line(entry: TokenEntry, rollout: Rollout, *, version: int, delta: bool) -
         "has_tools": entry.has_tools,
         "finish_reason": entry.finish_reason,
         "max_tokens": entry.max_tokens,
+        "sampling": dict(entry.sampling),
         "delivered": entry.delivered,
         "prefix_requested": entry.prefix_requested,
         "prompt_token_ids": entry.prompt_token_ids.tolist(),

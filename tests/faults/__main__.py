@@ -125,6 +125,7 @@ def _explain(report: Report, err: Console) -> None:
     err.print(f"attempts that failed: {_counts(report.ledger.failures)}")
     err.print(f"{report.ledger.refusals} of them with a status after which client libraries do not ask again")
     err.print(f"{found.calls} calls of {found.rollouts} rollouts in the logs; masked: {_counts(found.masked)}")
+    err.print(f"{found.lost_tries} calls were lost that a retry stood in for")
     err.print(f"{report.probed} rollouts continue the same call before and after a restart")
     wrong = [*found.all(), *report.wrong]
     for line in wrong[:_SHOWN]:

@@ -54,6 +54,11 @@ class Played:
         """No request had to be repeated, and none was given up."""
         return self.is_over and all(turn.attempts == 1 for turn in self.turns)
 
+    @property
+    def got_all(self) -> bool:
+        """Every request was answered in the end, the last one at once: that every reply was used is on record."""
+        return self.is_over and self.turns[-1].attempts == 1
+
     def history(self) -> list[Exchange]:
         return [Exchange(turn.asked, turn.text) for turn in self.turns]
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from gym_capture.builder import BuiltRollout, build, reason_name
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry
+from gym_capture.records import DANGLING_INTENT, Continues, Root, Snapshot, TokenEntry
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.replay import read_segments
@@ -38,6 +38,8 @@ class Findings:
     """Wrong parents, and rollouts that are neither masked nor exact."""
     calls: int = 0
     rollouts: int = 0
+    lost_tries: int = 0
+    """Calls without a record that a retry stood in for."""
     masked: Counter[str] = field(default_factory=Counter)
     """Masked rollouts, by the names of their reasons."""
 
@@ -88,10 +90,13 @@ def audit(log: Log, ledger: Ledger, voice: Voice) -> Findings:
         found.lost += _without_a_trace(played, entries, snapshot)
         found.inexact += _wrong_parents(played, entries)
         built = build(snapshot)
+        found.lost_tries += built.counts.lost_tries
         found.masked.update({reason_name(reason) for reason in built.mask_reasons})
         found.inexact += _inexact(played, built, snapshot)
         if played.is_calm and built.masked:
             found.inexact.append(f"{played.rollout_id} is masked although nothing happened to it: {built.mask_reasons}")
+        elif played.got_all and set(map(reason_name, built.mask_reasons)) == {DANGLING_INTENT}:
+            found.inexact.append(f"{played.rollout_id} is masked although nothing was lost: {built.mask_reasons}")
     return found
 
 

@@ -78,6 +78,11 @@ def masked_for_nothing(log: Log, played: Played) -> None:
     log.snapshots["r"] = replace(log.snapshots["r"], incomplete=("dangling_intent:x",))
 
 
+def masked_for_a_retry(log: Log, played: Played) -> None:
+    played.turns[1] = replace(played.turns[1], attempts=2)
+    masked_for_nothing(log, played)
+
+
 def not_all_delivered(log: Log, played: Played) -> None:
     del played.turns[-1]
 
@@ -85,7 +90,7 @@ def not_all_delivered(log: Log, played: Played) -> None:
 FAULTS: dict[str, tuple[Faulty, ...]] = {
     "lost": (never_there, rollout_gone, record_gone, other_text, other_ids, no_mark),
     "duplicated": (recorded_twice, in_a_snapshot_twice),
-    "inexact": (other_parent, masked_for_nothing, not_all_delivered),
+    "inexact": (other_parent, masked_for_nothing, masked_for_a_retry, not_all_delivered),
 }
 
 

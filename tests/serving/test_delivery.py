@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -31,7 +31,8 @@ class Graph:
     state: StateClient
 
     async def begin(self, entry: TokenEntry, turn_keys: list[str]) -> Begun:
-        return await self.state.begin(intent(entry.model_call_id), turn_keys)
+        body = str(entry.prompt_token_ids.tolist())
+        return await self.state.begin(replace(intent(entry.model_call_id), request_digest=body), turn_keys)
 
     async def answered(self, entry: TokenEntry, turn_keys: list[str], *, sent: bool | None) -> None:
         """A call as a replica makes it. sent: whether its reply's end left; None: the replica died in between."""
@@ -130,6 +131,7 @@ def test_a_call_is_asked_for_its_delivery_only_if_it_may_be_a_retry(tmp_path: Pa
         await played.answered(TRY_A, ["k1"], sent=True)
         assert (await played.begin(TRY_B, ["k1"])).may_be_retry
         assert not (await played.begin(call("next", [1], [2]), SAME_WORDS)).may_be_retry
+        assert (await played.begin(call("same", [1], [2]), SAME_WORDS)).may_be_retry, "the other has no record yet"
         unproven = call("rewritten", [1, 7], [8], parent=Unresolved("no_match"), turn_key="k9")
         await played.answered(unproven, ["k8"], sent=True)
         assert (await played.begin(call("next2", [1], [2]), SAME_WORDS)).may_be_retry, "its parent may be anything"

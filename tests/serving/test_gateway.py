@@ -209,15 +209,34 @@ def test_CP_03_log_probs_are_recorded_whatever_the_client_wants_to_see(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_CP_05_without_prompt_ids_nothing_is_stored_and_the_agent_is_served(
-    template: HfChatTemplate, stream: bool
+    template: HfChatTemplate, stream: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
         replica = Replica(template, always(Script(steps=PLAIN.steps, reports_prompt=False)))
         response = await replica.chat(USER, stream=stream)
         assert response.status_code == 200
+        call_id = response.headers["request-id"]
         snapshot = await replica.state.snapshot()
         assert snapshot.entries == ()
-        assert any(reason.startswith("capture_failed:") for reason in snapshot.incomplete)
+        # The intent without a record stands beside the mark that says what became of it; the log has the reason.
+        assert snapshot.incomplete == (f"capture_failed:{call_id}", f"dangling_intent:{call_id}")
+        (said,) = (record.message for record in caplog.records if record.levelname == "ERROR")
+        assert "missing_prompt_ids" in said
+        assert call_id in said
+
+    asyncio.run(run())
+
+
+def test_a_limit_that_nobody_asked_for_is_not_recorded_as_asked_for(template: HfChatTemplate) -> None:
+    """A call into a nearly full context has room for one more id: that does not make it a probe."""
+
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN))
+        await replica.chat(USER)
+        await replica.chat(USER, max_tokens=1)
+        entries = await replica.state.entries()
+        assert [entry.asked_max_tokens for entry in entries] == [None, 1]
+        assert [entry.sampling.get("max_tokens") for entry in entries] == [None, 1]
 
     asyncio.run(run())
 
