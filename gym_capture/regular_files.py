@@ -10,7 +10,7 @@ import errno
 import os
 import stat
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import Final
 
 _KINDS: Final = (
     (stat.S_ISDIR, "a directory"),
@@ -19,10 +19,9 @@ _KINDS: Final = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISSOCK, "a socket"),
 )
-_LARGEST_BUFFER: Final = 2**20
 
 
-def open_regular(path: Path) -> int:
+def open_regular(path: str | Path) -> int:
     """A descriptor to read a regular file with. Raises `OSError`, `FileNotFoundError` if there is none."""
     # Before it is opened: to open a device can be an act in itself.
     _check(os.stat(path), path)
@@ -35,20 +34,14 @@ def open_regular(path: Path) -> int:
     return fd
 
 
-def open_regular_file(path: Path) -> BinaryIO:
-    """The same as a file object, whose buffer is as large as the file, within reason. Raises as `open_regular`."""
-    fd = open_regular(path)
-    size = os.fstat(fd).st_size
-    return open(fd, "rb", buffering=min(max(size + 1, 4096), _LARGEST_BUFFER))
-
-
-def read_regular(path: Path) -> bytes:
+def read_regular(path: str | Path) -> bytes:
     """All of a regular file. Raises as `open_regular`."""
-    with open_regular_file(path) as file:
+    fd = open_regular(path)
+    with open(fd, "rb", buffering=0) as file:
         return file.read()
 
 
-def _check(status: os.stat_result, path: Path) -> None:
+def _check(status: os.stat_result, path: str | Path) -> None:
     if not stat.S_ISREG(status.st_mode):
         kind = next((name for is_kind, name in _KINDS if is_kind(status.st_mode)), "something else")
         raise OSError(errno.EINVAL, f"is {kind}, not a regular file", str(path))

@@ -41,7 +41,7 @@ from gym_capture.records import (
     WeightSpan,
     check_rollout_id,
 )
-from gym_capture.regular_files import open_regular_file, read_regular
+from gym_capture.regular_files import read_regular
 
 __all__ = ["NEWEST_SCHEMA_VERSION", "gym_digest", "read_directory", "read_rollout", "rollout_ids"]
 
@@ -75,17 +75,17 @@ def rollout_ids(path: Path) -> list[str]:
 
 def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     """The snapshot of one rollout; empty if the directory holds nothing of it."""
-    content = hashlib.sha256()
     problems: list[RecordProblem] = []
     try:
         check_rollout_id(rollout_id)
     except InvalidRolloutIdError as error:
         problems.append(problem("invalid_rollout_id", None, "rollout_id", str(error)))
-    reader = LineReader()
+    base = os.path.join(path, rollout_id)  # not a Path: to make one takes as long as to open a file
+    text = _content(f"{base}{_RECORDS}", problems)
+    reader = LineReader(text)
     records: list[Record] = []
-    for line in _lines(path / f"{rollout_id}{_RECORDS}", problems):
-        content.update(line)
-        parsed = reader.read(line)
+    for begin, end in _lines(text):
+        parsed = reader.read(begin, end)
         if isinstance(parsed, RecordProblem):
             problems.append(parsed)
         elif parsed is not None:
@@ -104,12 +104,12 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
             problems += _contradictions(record.header, made)
     problems += _digest_problems(rollout_id, entries, digests)
 
-    state = _state(path / f"{rollout_id}{_STATE}", problems)
-    incomplete = _incomplete(path, rollout_id, problems, marked=state.incomplete)
+    state = _state(f"{base}{_STATE}", problems)
+    incomplete = _incomplete(base, problems, marked=state.incomplete)
     called = {record.header.model_call_id for record in records} | {each.call_id for each in problems}
-    intents = _intents(path, rollout_id, problems)
+    intents = _intents(base, problems)
     incomplete += [f"dangling_intent:{call_id}" for call_id in intents if call_id not in called]
-    content.update("\n".join(incomplete).encode())
+    content = hashlib.sha256("\n".join([reader.content(), *incomplete]).encode())
     return Snapshot(
         rollout_id=os.fsencode(rollout_id).decode(errors="replace"),  # a file may be called anything
         snapshot_id=state.snapshot_id or content.hexdigest(),
@@ -293,8 +293,8 @@ def _digest_problems(
 ) -> list[RecordProblem]:
     """The calls whose digest is not that of their cumulative ids, where these are known.
 
-    The ids of the path to a call stand in one buffer, whole prompts first and every delta right behind its parent, so
-    that each stored id is written once. Deltas that never begin are not reached: the builder says why.
+    The ids of the path to a call stand in one buffer, every delta right behind its parent, and whole prompts over what
+    they repeat, so that each id is converted once. Deltas that never begin are not reached: the builder says why.
     """
     first: dict[str, int] = {}
     for position, entry in enumerate(entries):
@@ -307,15 +307,19 @@ def _digest_problems(
             if entries[parent].cum_len == entry.prompt_offset:
                 deltas.setdefault(parent, []).append(position)
     wrong: list[int] = []
-    path = np.empty(max((entry.cum_len for entry in entries), default=0), dtype=_DIGESTED)
-    pending = [position for position, entry in enumerate(entries) if not entry.is_delta]
+    longest = max((entry.cum_len for entry in entries), default=0)
+    path, path_ids, there = np.empty(longest, dtype=_DIGESTED), np.empty(longest, dtype=np.int32), 0
+    pending = [position for position, entry in enumerate(entries) if not entry.is_delta][::-1]
     while pending:
         position = pending.pop()
         entry, digest = entries[position], digests[position]
-        if digest is not None or position in deltas:
-            path[entry.prompt_offset : entry.prompt_len] = entry.prompt_token_ids
-            path[entry.prompt_len : entry.cum_len] = entry.generation_token_ids
-        if digest is not None and _digest_of(path[: entry.cum_len]) != digest:
+        begin, prompt_len, cum_len = entry.prompt_offset, entry.prompt_len, entry.cum_len
+        known = there if not begin and np.array_equal(path_ids[:there], entry.prompt_token_ids[:there]) else 0
+        for buffer in (path, path_ids):
+            buffer[begin + known : prompt_len] = entry.prompt_token_ids[known:]
+            buffer[prompt_len:cum_len] = entry.generation_token_ids
+        there = cum_len
+        if digest is not None and _digest_of(path[:cum_len]) != digest:
             wrong.append(position)
         pending += deltas.get(position, ())
     return [
@@ -342,7 +346,7 @@ class _State(BaseModel):
     incomplete: bool = False
 
 
-def _state(path: Path, problems: list[RecordProblem]) -> _State:
+def _state(path: str, problems: list[RecordProblem]) -> _State:
     try:
         return _State.model_validate(strict_json(read_regular(path)))
     except FileNotFoundError:
@@ -350,24 +354,23 @@ def _state(path: Path, problems: list[RecordProblem]) -> _State:
     except OSError as error:
         problems.append(_unreadable(path, error))
     except ValueError as error:  # what the parsers and the model raise
-        problems.append(problem("corrupt_state", None, None, f"{path.name}: {error}"))
+        problems.append(problem("corrupt_state", None, None, f"{os.path.basename(path)}: {error}"))
     return _State()
 
 
-def _incomplete(path: Path, rollout_id: str, problems: list[RecordProblem], *, marked: bool) -> list[str]:
-    marker = path / f"{rollout_id}{_INCOMPLETE}"
-    lost = [_text(line) for line in _lines(marker, problems)]
+def _incomplete(base: str, problems: list[RecordProblem], *, marked: bool) -> list[str]:
+    marker = f"{base}{_INCOMPLETE}"
+    lost = _text_lines(marker, problems)
     reasons = [f"capture_failed:{call_id}" for call_id in lost if call_id]
-    if (marked or marker.exists()) and not reasons:
+    if (marked or os.path.exists(marker)) and not reasons:
         reasons.append("capture_failed")
     return reasons
 
 
-def _intents(path: Path, rollout_id: str, problems: list[RecordProblem]) -> dict[str, None]:
+def _intents(base: str, problems: list[RecordProblem]) -> dict[str, None]:
     """The calls that were about to run and were not called off, in their order."""
     pending: dict[str, None] = {}
-    for line in _lines(path / f"{rollout_id}{_INTENTS}", problems):
-        call_id = _text(line)
+    for call_id in _text_lines(f"{base}{_INTENTS}", problems):
         if call_id.startswith("-"):
             pending.pop(call_id[1:], None)
         elif call_id:
@@ -375,23 +378,32 @@ def _intents(path: Path, rollout_id: str, problems: list[RecordProblem]) -> dict
     return pending
 
 
-def _lines(path: Path, problems: list[RecordProblem]) -> Iterator[bytes]:
-    """The lines of a file that may not be there, each with the newline that ended it."""
+def _text_lines(path: str, problems: list[RecordProblem]) -> list[str]:
+    return [line.decode(errors="replace").strip() for line in _content(path, problems).split(b"\n")]
+
+
+def _lines(text: bytes) -> Iterator[tuple[int, int]]:
+    """Where the lines are, each with the newline that ended it."""
+    begin = 0
+    while begin < len(text):
+        end = text.find(b"\n", begin) + 1 or len(text)
+        yield begin, end
+        begin = end
+
+
+def _content(path: str, problems: list[RecordProblem]) -> bytes:
+    """What is in a file that may not be there."""
     try:
-        with open_regular_file(path) as file:
-            yield from file
+        return read_regular(path)
     except FileNotFoundError:
-        return
+        return b""
     except OSError as error:
         problems.append(_unreadable(path, error))
+        return b""
 
 
-def _unreadable(path: Path, error: OSError) -> RecordProblem:
-    return problem("unreadable", None, None, f"{path.name}: {error.strerror or error}")
-
-
-def _text(line: bytes) -> str:
-    return line.decode(errors="replace").strip()
+def _unreadable(path: str, error: OSError) -> RecordProblem:
+    return problem("unreadable", None, None, f"{os.path.basename(path)}: {error.strerror or error}")
 
 
 def _error(header: Header, field: str, message: str) -> RecordError:

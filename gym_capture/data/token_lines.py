@@ -4,15 +4,17 @@ Invariant: a line is JSON in the strict sense - no NaN, no half characters, no k
 what the line spells: `true`, `"-0.5"` and `1.0` are no ids, `true` and `"-0.5"` no log probabilities. The fast way
 accepts nothing that `read_strictly` refuses, and what it accepts it reads the same; all else it leaves to that.
 
-Flow: nearly all of a line is digits. So the three arrays are cut out -> what is left is small and goes through the
-parsers and the model -> each array, if it is spelled in digits and commas, is parsed by itself. A prompt that starts
-with the very text of an earlier call's prompt and generation starts with their ids: those digits are compared, not
-parsed, so that a conversation's text is parsed once, however often it is repeated.
+Flow: nearly all of a file is digits. So the three arrays are cut out of a line -> what is left is small and goes
+through the parsers and the model -> each array, if it is spelled in digits and commas, is parsed by itself. A prompt
+that starts with the very text of an earlier call's prompt and generation starts with their ids: those digits are
+compared, not parsed, and the ids are shared, so that a conversation is parsed and held once, however often it is
+repeated.
 """
 
 from __future__ import annotations
 
 import array
+import hashlib
 import json
 import math
 import re
@@ -34,11 +36,17 @@ _GENERATION: Final = "generation_token_ids"
 _LOG_PROBS: Final = "generation_log_probs"
 
 # Stand in a line for the arrays that are cut out of it.
-_MARKERS: Final = {_PROMPT: -4611686018427388137, _GENERATION: -4611686018427388247, _LOG_PROBS: -4611686018427388333}
+_MARKED: Final = (
+    (_PROMPT, -4611686018427388137),
+    (_GENERATION, -4611686018427388247),
+    (_LOG_PROBS, -4611686018427388333),
+)
+_MARKERS: Final = {name.encode(): b"%d" % marker for name, marker in _MARKED}
 _ARRAY_BEGINS: Final = re.compile(rb'"(prompt_token_ids|generation_(?:token_ids|log_probs))"[ \t]*:[ \t]*\[')
 _OF_IDS: Final = b"0123456789, "
 _OF_LOG_PROBS: Final = b"0123456789+-.eE, "
-_REMEMBERED: Final = 4
+_CONVERSATIONS: Final = 4
+"""That are compared with a prompt: retries and sub-agents go on from others than the last call."""
 
 _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
@@ -93,51 +101,87 @@ class Record:
 
 
 class LineReader:
-    """Reads the lines of one file, in their order; any order is right, that of the calls is fast."""
+    """Reads lines of one text, in their order; any order is right, that of the calls is fast."""
 
-    def __init__(self) -> None:
-        self._prompts = _Prompts()
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+        self._content = hashlib.sha256()
+        self._latest: deque[_Conversation] = deque(maxlen=_CONVERSATIONS)
 
-    def read(self, line: bytes) -> Record | RecordProblem | None:
-        """A record, why there is none, or nothing for a blank line."""
-        record = self._read_fast(line)
-        return read_strictly(line) if record is None else record
+    def read(self, begin: int, end: int) -> Record | RecordProblem | None:
+        """The record of the line `[begin, end)` of the text, why there is none, or nothing for a blank line."""
+        record = self._read_fast(begin, end)
+        if record is not None:
+            return record
+        line = self._text[begin:end]
+        self._note(line)
+        return read_strictly(line)
 
-    def _read_fast(self, line: bytes) -> Record | None:
+    def content(self) -> str:
+        """A digest of all lines so far. What only repeats an earlier text counts as where that stands."""
+        return self._content.hexdigest()
+
+    def _read_fast(self, begin: int, end: int) -> Record | None:
         """None: not a line as writers write it, for whatever reason."""
-        spans: dict[str, tuple[int, int]] = {}
+        text = self._text
+        spans: dict[bytes, tuple[int, int]] = {}
         pieces: list[bytes] = []
-        begin = 0
-        while len(spans) < len(_MARKERS):
-            found = _ARRAY_BEGINS.search(line, begin)
+        known = -1
+        for _ in _MARKERS:
+            found = _ARRAY_BEGINS.search(text, begin, end)
             if found is None:
                 return None
-            name = found[1].decode()
-            end = line.find(b"]", found.end())
-            if end < 0 or name in spans:
+            first, name, skip = found.end(), found[1], 0
+            if name == b"prompt_token_ids":
+                known = self._known(first, end)
+                skip = self._latest[known].size if known >= 0 else 0
+            last = text.find(b"]", first + skip, end)
+            if last < 0 or name in spans:
                 return None
-            spans[name] = (found.end(), end)
-            pieces += (line[begin : found.end() - 1], b"%d" % _MARKERS[name])
-            begin = end + 1
-        pieces.append(line[begin:])
+            spans[name] = (first, last)
+            pieces += (text[begin : first - 1], _MARKERS[name])
+            begin = last + 1
+        pieces.append(text[begin:end])
         rest = b"".join(pieces)
         try:
-            found_fields = strict_json(rest)
-            # Each marker stands for a field of the record itself, not for text in a string or a field further inside.
-            if not isinstance(found_fields, dict) or not all(
-                found_fields.get(name) == marker and rest.count(b"%d" % marker) == 1
-                for name, marker in _MARKERS.items()
-            ):
+            fields = strict_json(rest)
+            if not isinstance(fields, dict) or not _stand_for_fields(rest, fields):
                 return None
-            header = _header(found_fields)
-            prompt = self._prompts.read(line, *spans[_PROMPT], remember=not header.prompt_is_delta)
-            generation_text = line[slice(*spans[_GENERATION])]
-            generation = _ids_of(generation_text)
-            log_probs = _log_probs_of(line[slice(*spans[_LOG_PROBS])])
+            header = _header(fields)
+            generation_text = text[slice(*spans[b"generation_token_ids"])]
+            log_probs_text = text[slice(*spans[b"generation_log_probs"])]
+            generation, log_probs = _ids_of(generation_text), _log_probs_of(log_probs_text)
+            prompt, new_text = self._prompt(*spans[b"prompt_token_ids"], known)
         except (ValueError, TypeError, OverflowError):  # what parsers, numpy and the model raise
             return None
-        self._prompts.goes_on(generation_text, generation)
-        return Record(header, prompt, generation, log_probs)
+        if prompt.ids.size and generation.size and not header.prompt_is_delta:
+            self._latest.append(prompt.with_generation(generation_text, generation))
+        self._note(rest, b"%d" % known, new_text, generation_text, log_probs_text)
+        return Record(header, prompt.ids, generation, log_probs)
+
+    def _known(self, begin: int, end: int) -> int:
+        """Which of the latest conversations an array that begins here continues, the longest of them; -1: none."""
+        latest = self._latest
+        # The longest first, most often that of the last call: the others need not be compared then.
+        for number in sorted(range(len(latest)), key=lambda number: latest[number].size, reverse=True):
+            after = begin + latest[number].size
+            if latest[number].starts(self._text, begin, end) and self._text[after : after + 1] in (b",", b"]"):
+                return number
+        return -1
+
+    def _prompt(self, begin: int, end: int, known: int) -> tuple[_Conversation, bytes]:
+        """The ids of an array, and the digits of it that a known conversation does not have. Raises as `_ids_of`."""
+        if known < 0:
+            new_text = self._text[begin:end]
+            return _Conversation.begun(new_text, _ids_of(new_text)), new_text
+        new_text = self._text[begin + self._latest[known].size : end]
+        if new_text and not new_text[1:].strip():
+            raise ValueError("a comma that nothing follows")
+        return self._latest[known].goes_on(new_text, _ids_of(new_text[1:])), new_text
+
+    def _note(self, *parts: bytes) -> None:
+        lengths = b",".join([b"%d" % len(part) for part in parts])
+        self._content.update(b"".join((lengths, b":", *parts)))
 
 
 def read_strictly(line: bytes) -> Record | RecordProblem | None:
@@ -198,42 +242,65 @@ def _header(found: dict[str, Any]) -> Header:
 # --- arrays as text ------------------------------------------------------------------------------------------------
 
 
-class _Prompts:
-    """Whole prompts of one file; of the latest calls it keeps what a prompt that continues them begins with."""
+class _Conversation:
+    """Ids, and the text that spells them. Those that go on from one another share both, as long as they only grow."""
 
-    def __init__(self) -> None:
-        self._latest: deque[tuple[bytes, IdArray]] = deque(maxlen=_REMEMBERED)
-        """Text and ids of a call's prompt and generation. Retries and sub-agents go on from others than the last."""
-        self._pending: tuple[bytes, IdArray] | None = None
+    def __init__(self, shared: _Shared, size: int, count: int) -> None:
+        self._shared = shared
+        self.size = size
+        """Of the text."""
+        self.ids: IdArray = shared.ids[:count]
 
-    def read(self, line: bytes, begin: int, end: int, *, remember: bool) -> IdArray:
-        """The ids of `line[begin:end]`. Raises as `_ids_of`."""
-        known = max(
-            (each for each in self._latest if line.startswith(each[0], begin, end)),
-            key=lambda each: len(each[0]),
-            default=None,
-        )
-        ids = None if known is None else _continued(*known, line[begin + len(known[0]) : end])
-        if ids is None:
-            ids = _ids_of(line[begin:end])
-        self._pending = (line[begin:end], ids) if remember and ids.size else None
-        return ids
+    @classmethod
+    def begun(cls, text: bytes, ids: IdArray) -> _Conversation:
+        shared = _Shared(bytearray(text), ids, ids.size)
+        return cls(shared, len(text), ids.size)
 
-    def goes_on(self, text: bytes, generation: IdArray) -> None:
-        """`text` is what was generated from the prompt that was read last."""
-        if self._pending is not None and generation.size:
-            prompt_text, prompt = self._pending
-            comma = b", " if b", " in text or b", " in prompt_text[:32] else b","
-            self._latest.append((comma.join((prompt_text, text)), np.concatenate((prompt, generation))))
+    def starts(self, text: bytes, begin: int, end: int) -> bool:
+        """Whether `text[begin:end]` starts with the text of this one."""
+        known = self._shared.text
+        if len(known) == self.size:
+            return text.startswith(known, begin, end)
+        with memoryview(known) as view, view[: self.size] as part:
+            return text.startswith(part, begin, end)
+
+    def goes_on(self, text: bytes, ids: IdArray) -> _Conversation:
+        """This one, then `text`, which spells `ids` and begins with what parts them."""
+        if not ids.size:
+            return self
+        shared, count = self._shared, self.ids.size
+        if len(shared.text) != self.size:  # another went on from here before
+            shared = _Shared(shared.text[: self.size], self.ids, count)
+        shared.append(text, ids)
+        return _Conversation(shared, self.size + len(text), count + ids.size)
+
+    def with_generation(self, text: bytes, ids: IdArray) -> _Conversation:
+        """What a prompt that continues the call begins with, if it is written like this one."""
+        comma = b", " if b", " in text or self._shared.text.find(b", ", 0, 32) >= 0 else b","
+        return self.goes_on(comma + text, ids)
 
 
-def _continued(known_text: bytes, known: IdArray, text: bytes) -> IdArray | None:
-    """The ids of an array that begins with a known one and goes on with `text`; None: it does not."""
-    if not text:
-        return known
-    if text[:1] != b"," or not text[1:].strip():
-        return None  # a longer number; or a comma that nothing follows
-    return np.concatenate((known, _ids_of(text[1:])))
+class _Shared:
+    """A growing text and its ids. What was handed out of `ids` is not written to again."""
+
+    def __init__(self, text: bytearray, ids: IdArray, count: int) -> None:
+        self.text = text
+        self.ids = ids
+        self._count = count
+
+    def append(self, text: bytes, ids: IdArray) -> None:
+        self.text += text
+        begin, self._count = self._count, self._count + ids.size
+        if self._count > self.ids.size or not self.ids.flags.writeable:
+            grown: IdArray = np.empty(2 * self._count, dtype=np.int32)
+            grown[:begin] = self.ids[:begin]
+            self.ids = grown
+        self.ids[begin : self._count] = ids
+
+
+def _stand_for_fields(rest: bytes, fields: dict[str, Any]) -> bool:
+    """Whether each marker stands for a field of the record itself: not in a string, not for a field further inside."""
+    return all(fields.get(name) == marker and rest.count(_MARKERS[name.encode()]) == 1 for name, marker in _MARKED)
 
 
 def _ids_of(text: bytes) -> IdArray:
@@ -275,8 +342,8 @@ def _log_probs(value: object) -> LogProbArray:
 
 
 def _as_float32(values: list[Any]) -> LogProbArray:
-    with np.errstate(over="ignore"):  # what overflows is not finite, which the entry refuses
-        return np.array(values, dtype=np.float64).astype(np.float32)
+    # What is too large becomes infinite, which the entry refuses; numpy would warn of it.
+    return np.frombuffer(array.array("f", values), dtype=np.float32)
 
 
 def _list(value: object) -> list[Any]:
