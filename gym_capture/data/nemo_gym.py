@@ -43,7 +43,7 @@ from gym_capture.records import (
 )
 from gym_capture.regular_files import read_regular
 
-__all__ = ["NEWEST_SCHEMA_VERSION", "gym_digest", "read_directory", "read_rollout", "rollout_ids"]
+__all__ = ["NEWEST_SCHEMA_VERSION", "gym_digest", "read_directory", "read_rollout", "rollout_ids", "rollout_sizes"]
 
 _RECORDS: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
@@ -65,12 +65,32 @@ def read_directory(path: Path) -> Iterator[Snapshot]:
 
 def rollout_ids(path: Path) -> list[str]:
     """The rollouts that a directory of captures holds something of, sorted."""
+    return list(rollout_sizes(path))
+
+
+def rollout_sizes(path: Path) -> dict[str, int]:
+    """The rollouts that a directory of captures holds something of, sorted, and the bytes of their records."""
+    sizes: dict[str, int] = {}
     try:
-        names = [entry.name for entry in path.iterdir()]
+        with os.scandir(path) as entries:
+            for entry in entries:
+                suffix = next((each for each in (_RECORDS, _INCOMPLETE, _INTENTS) if entry.name.endswith(each)), None)
+                if suffix is None or entry.name == suffix:
+                    continue
+                rollout_id = entry.name.removesuffix(suffix)
+                size = _size(entry) if suffix == _RECORDS else 0
+                sizes[rollout_id] = sizes.get(rollout_id, 0) + size
     except OSError as error:
         raise StoreError(f"cannot read the directory of captures {path}: {error.strerror}") from None
-    suffixes = (_RECORDS, _INCOMPLETE, _INTENTS)
-    return sorted({name.removesuffix(suffix) for suffix in suffixes for name in names if name.endswith(suffix)} - {""})
+    return dict(sorted(sizes.items()))
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    """0 for what is not there any more, or leads nowhere."""
+    try:
+        return entry.stat().st_size
+    except OSError:
+        return 0
 
 
 def read_rollout(path: Path, rollout_id: str) -> Snapshot:
