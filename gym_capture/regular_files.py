@@ -21,6 +21,9 @@ _KINDS: Final = (
 )
 
 
+_LEAST: Final = 4096
+
+
 def open_regular(path: str | Path) -> int:
     """A descriptor to read a regular file with. Raises `OSError`, `FileNotFoundError` if there is none."""
     # Before it is opened: to open a device can be an act in itself.
@@ -37,8 +40,13 @@ def open_regular(path: str | Path) -> int:
 def read_regular(path: str | Path) -> bytes:
     """All of a regular file. Raises as `open_regular`."""
     fd = open_regular(path)
-    with open(fd, "rb", buffering=0) as file:
-        return file.read()
+    try:
+        pieces: list[bytes] = []
+        while piece := os.read(fd, max(os.fstat(fd).st_size, _LEAST)):
+            pieces.append(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    finally:
+        os.close(fd)
 
 
 def _check(status: os.stat_result, path: str | Path) -> None:

@@ -36,12 +36,15 @@ _GENERATION: Final = "generation_token_ids"
 _LOG_PROBS: Final = "generation_log_probs"
 
 # Stand in a line for the arrays that are cut out of it.
-_MARKED: Final = (
-    (_PROMPT, -4611686018427388137),
-    (_GENERATION, -4611686018427388247),
-    (_LOG_PROBS, -4611686018427388333),
+_MARKED: Final = tuple(
+    (name, marker, b"%d" % marker)
+    for name, marker in (
+        (_PROMPT, -4611686018427388137),
+        (_GENERATION, -4611686018427388247),
+        (_LOG_PROBS, -4611686018427388333),
+    )
 )
-_MARKERS: Final = {name.encode(): b"%d" % marker for name, marker in _MARKED}
+_MARKERS: Final = {name.encode(): spelled for name, _, spelled in _MARKED}
 _ARRAY_BEGINS: Final = re.compile(rb'"(prompt_token_ids|generation_(?:token_ids|log_probs))"[ \t]*:[ \t]*\[')
 _OF_IDS: Final = b"0123456789, "
 _OF_LOG_PROBS: Final = b"0123456789+-.eE, "
@@ -107,6 +110,7 @@ class LineReader:
         self._text = text
         self._content = hashlib.sha256()
         self._latest: deque[_Conversation] = deque(maxlen=_CONVERSATIONS)
+        self._count = 0
 
     def read(self, begin: int, end: int) -> Record | RecordProblem | None:
         """The record of the line `[begin, end)` of the text, why there is none, or nothing for a blank line."""
@@ -126,7 +130,7 @@ class LineReader:
         text = self._text
         spans: dict[bytes, tuple[int, int]] = {}
         pieces: list[bytes] = []
-        known = -1
+        known: _Conversation | None = None
         for _ in _MARKERS:
             found = _ARRAY_BEGINS.search(text, begin, end)
             if found is None:
@@ -134,50 +138,48 @@ class LineReader:
             first, name, skip = found.end(), found[1], 0
             if name == b"prompt_token_ids":
                 known = self._known(first, end)
-                skip = self._latest[known].size if known >= 0 else 0
+                skip = 0 if known is None else known.size
             last = text.find(b"]", first + skip, end)
             if last < 0 or name in spans:
                 return None
-            spans[name] = (first, last)
+            spans[name] = (first + skip, last)
             pieces += (text[begin : first - 1], _MARKERS[name])
             begin = last + 1
         pieces.append(text[begin:end])
         rest = b"".join(pieces)
+        prompt_text = text[slice(*spans[b"prompt_token_ids"])]
+        generation_text = text[slice(*spans[b"generation_token_ids"])]
+        log_probs_text = text[slice(*spans[b"generation_log_probs"])]
         try:
             fields = strict_json(rest)
-            if not isinstance(fields, dict) or not _stand_for_fields(rest, fields):
+            if not _stand_for_fields(rest, fields):
                 return None
             header = _header(fields)
-            generation_text = text[slice(*spans[b"generation_token_ids"])]
-            log_probs_text = text[slice(*spans[b"generation_log_probs"])]
             generation, log_probs = _ids_of(generation_text), _log_probs_of(log_probs_text)
-            prompt, new_text = self._prompt(*spans[b"prompt_token_ids"], known)
-        except (ValueError, TypeError, OverflowError):  # what parsers, numpy and the model raise
+            prompt = _ids_of(prompt_text) if known is None else _ids_after(prompt_text)
+        except (ValueError, TypeError, OverflowError):  # what parsers, arrays and the model raise
             return None
-        if prompt.ids.size and generation.size and not header.prompt_is_delta:
-            self._latest.append(prompt.with_generation(generation_text, generation))
-        self._note(rest, b"%d" % known, new_text, generation_text, log_probs_text)
-        return Record(header, prompt.ids, generation, log_probs)
+        before = b"" if known is None else b"%d" % known.number
+        self._note(rest, before, prompt_text, generation_text, log_probs_text)
+        if known is None and (header.prompt_is_delta or not generation.size):
+            return Record(header, prompt, generation, log_probs)
+        conversation = _Conversation.begun(self._count) if known is None else known.branch(self._count)
+        self._count += 1
+        whole = conversation.append(prompt_text, prompt)
+        if generation.size and not header.prompt_is_delta:
+            # As a prompt that continues the call has it, if that is written like this one.
+            comma = b", " if b", " in prompt_text or b", " in generation_text else b","
+            conversation.append(comma + generation_text, generation)
+            self._latest.append(conversation)
+        return Record(header, whole, generation, log_probs)
 
-    def _known(self, begin: int, end: int) -> int:
-        """Which of the latest conversations an array that begins here continues, the longest of them; -1: none."""
-        latest = self._latest
-        # The longest first, most often that of the last call: the others need not be compared then.
-        for number in sorted(range(len(latest)), key=lambda number: latest[number].size, reverse=True):
-            after = begin + latest[number].size
-            if latest[number].starts(self._text, begin, end) and self._text[after : after + 1] in (b",", b"]"):
-                return number
-        return -1
-
-    def _prompt(self, begin: int, end: int, known: int) -> tuple[_Conversation, bytes]:
-        """The ids of an array, and the digits of it that a known conversation does not have. Raises as `_ids_of`."""
-        if known < 0:
-            new_text = self._text[begin:end]
-            return _Conversation.begun(new_text, _ids_of(new_text)), new_text
-        new_text = self._text[begin + self._latest[known].size : end]
-        if new_text and not new_text[1:].strip():
-            raise ValueError("a comma that nothing follows")
-        return self._latest[known].goes_on(new_text, _ids_of(new_text[1:])), new_text
+    def _known(self, begin: int, end: int) -> _Conversation | None:
+        """The latest conversation that an array continues which begins here."""
+        for known in reversed(self._latest):
+            after = begin + known.size
+            if known.starts(self._text, begin, end) and self._text[after : after + 1] in (b",", b"]"):
+                return known
+        return None
 
     def _note(self, *parts: bytes) -> None:
         lengths = b",".join([b"%d" % len(part) for part in parts])
@@ -245,16 +247,16 @@ def _header(found: dict[str, Any]) -> Header:
 class _Conversation:
     """Ids, and the text that spells them. Those that go on from one another share both, as long as they only grow."""
 
-    def __init__(self, shared: _Shared, size: int, count: int) -> None:
-        self._shared = shared
+    def __init__(self, number: int, shared: _Shared, size: int, count: int) -> None:
+        self.number = number
         self.size = size
         """Of the text."""
-        self.ids: IdArray = shared.ids[:count]
+        self._count = count
+        self._shared = shared
 
     @classmethod
-    def begun(cls, text: bytes, ids: IdArray) -> _Conversation:
-        shared = _Shared(bytearray(text), ids, ids.size)
-        return cls(shared, len(text), ids.size)
+    def begun(cls, number: int) -> _Conversation:
+        return cls(number, _Shared(), 0, 0)
 
     def starts(self, text: bytes, begin: int, end: int) -> bool:
         """Whether `text[begin:end]` starts with the text of this one."""
@@ -264,43 +266,49 @@ class _Conversation:
         with memoryview(known) as view, view[: self.size] as part:
             return text.startswith(part, begin, end)
 
-    def goes_on(self, text: bytes, ids: IdArray) -> _Conversation:
-        """This one, then `text`, which spells `ids` and begins with what parts them."""
-        if not ids.size:
-            return self
-        shared, count = self._shared, self.ids.size
-        if len(shared.text) != self.size:  # another went on from here before
-            shared = _Shared(shared.text[: self.size], self.ids, count)
-        shared.append(text, ids)
-        return _Conversation(shared, self.size + len(text), count + ids.size)
+    def branch(self, number: int) -> _Conversation:
+        """One that begins like this one, and can go on from there."""
+        shared = self._shared
+        if len(shared.text) != self.size:  # another has gone on from here
+            shared = _Shared()
+            shared.text += self._shared.text[: self.size]
+            shared.ids = self._shared.ids[: self._count].copy()
+        return _Conversation(number, shared, self.size, self._count)
 
-    def with_generation(self, text: bytes, ids: IdArray) -> _Conversation:
-        """What a prompt that continues the call begins with, if it is written like this one."""
-        comma = b", " if b", " in text or self._shared.text.find(b", ", 0, 32) >= 0 else b","
-        return self.goes_on(comma + text, ids)
+    def append(self, text: bytes, ids: IdArray) -> IdArray:
+        """Goes on with `text`, which spells `ids` after whatever parts them from those before. All ids so far."""
+        shared, begin = self._shared, self._count
+        self._count += ids.size
+        self.size += len(text)
+        shared.text += text
+        if self._count > shared.ids.size:
+            grown: IdArray = np.empty(2 * self._count, dtype=np.int32)
+            grown[:begin] = shared.ids[:begin]
+            shared.ids = grown
+        shared.ids[begin : self._count] = ids
+        return shared.ids[: self._count]
 
 
 class _Shared:
     """A growing text and its ids. What was handed out of `ids` is not written to again."""
 
-    def __init__(self, text: bytearray, ids: IdArray, count: int) -> None:
-        self.text = text
-        self.ids = ids
-        self._count = count
-
-    def append(self, text: bytes, ids: IdArray) -> None:
-        self.text += text
-        begin, self._count = self._count, self._count + ids.size
-        if self._count > self.ids.size or not self.ids.flags.writeable:
-            grown: IdArray = np.empty(2 * self._count, dtype=np.int32)
-            grown[:begin] = self.ids[:begin]
-            self.ids = grown
-        self.ids[begin : self._count] = ids
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.ids: IdArray = np.empty(0, dtype=np.int32)
 
 
-def _stand_for_fields(rest: bytes, fields: dict[str, Any]) -> bool:
+def _stand_for_fields(rest: bytes, fields: Any) -> bool:
     """Whether each marker stands for a field of the record itself: not in a string, not for a field further inside."""
-    return all(fields.get(name) == marker and rest.count(_MARKERS[name.encode()]) == 1 for name, marker in _MARKED)
+    return isinstance(fields, dict) and all(
+        fields.get(name) == marker and rest.count(spelled) == 1 for name, marker, spelled in _MARKED
+    )
+
+
+def _ids_after(text: bytes) -> IdArray:
+    """The rest of an array, known ids before it: nothing, or a comma and more ids. Raises as `_ids_of`."""
+    if text and not text[1:].strip():
+        raise ValueError("a comma that nothing follows")
+    return _ids_of(text[1:])
 
 
 def _ids_of(text: bytes) -> IdArray:
