@@ -161,12 +161,12 @@ class LineReader:
             return None
         before = b"" if known is None else b"%d" % known.number
         self._note(rest, before, prompt_text, generation_text, log_probs_text)
-        if known is None and (header.prompt_is_delta or not generation.size):
+        if known is None and (header.prompt_is_delta or not generation.size):  # nothing to share
             return Record(header, prompt, generation, log_probs)
         conversation = _Conversation.begun(self._count) if known is None else known.branch(self._count)
         self._count += 1
         whole = conversation.append(prompt_text, prompt)
-        if generation.size and not header.prompt_is_delta:
+        if generation.size:
             # As a prompt that continues the call has it, if that is written like this one.
             comma = b", " if b", " in prompt_text or b", " in generation_text else b","
             conversation.append(comma + generation_text, generation)
@@ -272,7 +272,7 @@ class _Conversation:
         if len(shared.text) != self.size:  # another has gone on from here
             shared = _Shared()
             shared.text += self._shared.text[: self.size]
-            shared.ids = self._shared.ids[: self._count].copy()
+            shared.ids = self._shared.ids[: self._count]  # has no room: the first append takes a copy
         return _Conversation(number, shared, self.size, self._count)
 
     def append(self, text: bytes, ids: IdArray) -> IdArray:
