@@ -179,12 +179,12 @@ def test_prompts_that_begin_alike_are_each_what_they_say() -> None:
     lines = [
         call("a", [1, 2], [3]),
         call("b", [1, 2, 3, 40], [5]),
+        call("f", [1, 2, 30], [0]),
+        call("f2", [1, 2, 345, 6], [0]),
         call("b2", [1, 2, 3, 40], [6]),
         call("c", [1, 2, 3, 40, 5, 7], [8]),
         call("d", [1, 2, 3, 40, 6, 7], [8]),
         call("e", [1, 2, 3, 4], [0]),
-        call("f", [1, 2, 30], [0]),
-        call("f2", [1, 2, 345, 6], [0]),
         call("g", [9, 9], [1, 2, 3]),
         call("h", [1, 2, 3], [40]),
         call("i", [9, 9, 1, 2, 3], []),
@@ -317,12 +317,7 @@ def plainly(line: bytes) -> dict[str, Any] | None:
 
 
 @given(lines_of_a_file())
-@example(
-    [
-        call("a", [1, 2], [3]),
-        b'{"rollout_id":"r1","model_call_id":"b","prompt_token_ids":[1,2,3,],' + call("b", [], [])[1:],
-    ]
-)
+@example([call("a", [1, 2], [3]), call("b", [1, 2, 3], [4]).replace(b"[1,2,3]", b"[1,2,3,]")])
 def test_both_ways_and_a_plain_parser_agree(lines: list[bytes]) -> None:
     found = read(*lines)
     assert [seen(each) for each in found] == [seen(read_strictly(line)) for line in lines]
