@@ -13,18 +13,22 @@ summary in `COMMANDS`) -> runs it -> turns the outcome into an exit code:
 
 from __future__ import annotations
 
+import errno
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import NamedTuple
+from typing import Final, NamedTuple, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.errors import GymCaptureError
+
+_UNWRITABLE: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
 
 class Command(NamedTuple):
@@ -64,7 +68,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except GymCaptureError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}")
         sys.exit(2)
+    except OSError as error:
+        # What a command writes to files, it answers for itself: this is what it prints.
+        if error.errno not in _UNWRITABLE:
+            raise
+        _end_without_output(error)
     except SystemExit as stop:
+        try:
+            sys.stdout.flush()
+        except OSError as error:
+            if error.errno in _UNWRITABLE:
+                _end_without_output(error)
         raise SystemExit(143 if terminated() and stop.code == 130 else stop.code) from None
 
 
@@ -96,6 +110,16 @@ def _root() -> None:
 
 def _listed_only() -> None:
     """Stands for a command in the listing; the one that runs is never a stand-in."""
+
+
+def _end_without_output(error: OSError) -> NoReturn:
+    Console(stderr=True, soft_wrap=True, highlight=False).print(
+        f"[bold red]error:[/] cannot write the output: {escape(error.strerror or str(error))}"
+    )
+    # What is left in the buffer must not be tried again when the interpreter ends.
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    sys.exit(2)
 
 
 def _terminate_like_an_interrupt() -> Callable[[], bool]:

@@ -1,10 +1,10 @@
 """Records as files that others read: NeMo Gym's token files, Parquet, JSON lines.
 
 Invariant: a call is written with exactly the ids and log probabilities of its record, and nothing that masks a rollout
-is left out. One rollout is in memory at a time. A file is there under its name only when it is whole.
+is left out. One rollout is in memory at a time. The files of an export appear together, or not at all.
 
-Flow: `open_files(format, out)` -> `add` a snapshot, rollout by rollout -> leaving the context puts the last files in
-their places; leaving it by an exception does not.
+Flow: `open_files(format, out)` -> `add` a snapshot, rollout by rollout -> leaving the context puts the files in their
+places; leaving it by an exception takes them away.
 
     nemo-gym   <rollout>.tokens.jsonl and the files beside it, as `data.nemo_gym` and NeMo Gym itself read them
     parquet    calls.parquet (`CALL_SCHEMA`, a row for each call) and rollouts.parquet (`ROLLOUT_SCHEMA`)
@@ -21,7 +21,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, TypeAlias
 
@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
-from gym_capture.errors import ConfigError
+from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
 from gym_capture.records import SCHEMA_VERSION, Continues, Root, Snapshot, TokenEntry, Unresolved
 
@@ -139,19 +139,11 @@ def open_files(format_: Format, out: Path, *, overwrite: bool = False) -> Iterat
 
     Raises `ConfigError` if it holds an earlier export and `overwrite` is false, or cannot be written to.
     """
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        present = [path for pattern in _PATTERNS[format_] for path in out.glob(pattern)]
-        if present and not overwrite:
-            raise ConfigError(
-                f"{out} already holds an export ({present[0].name}): choose another --out, or pass --overwrite"
-            )
-        for path in [*present, *out.glob(".*.unfinished")]:
-            path.unlink()
-        with _OPEN[format_](out) as files:
-            yield files
-    except OSError as error:
-        raise ConfigError(f"cannot write the export to {out}: {error.strerror or error}") from None
+    with (
+        staged_files(out, _PATTERNS[format_], what="an export", overwrite=overwrite) as staged,
+        _OPEN[format_](staged) as files,
+    ):
+        yield files
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------
@@ -237,13 +229,13 @@ def _parent(entry: TokenEntry) -> tuple[str | None, str | None, int | None, str 
 
 
 class _NemoGymFiles:
-    def __init__(self, out: Path) -> None:
-        self._out = out
+    def __init__(self, staged: StagedFiles) -> None:
+        self._staged = staged
 
     @classmethod
     @contextmanager
-    def open(cls, out: Path) -> Iterator[_NemoGymFiles]:
-        yield cls(out)
+    def open(cls, staged: StagedFiles) -> Iterator[_NemoGymFiles]:
+        yield cls(staged)
 
     def add(self, snapshot: Snapshot) -> None:
         lost, dangling = _lost_calls(snapshot)
@@ -259,7 +251,7 @@ class _NemoGymFiles:
         self._write(snapshot, ".tokens.jsonl", map(_json, _nemo_gym_records(snapshot)))
 
     def _write(self, snapshot: Snapshot, suffix: str, lines: Any) -> None:
-        with _whole(self._out / f"{snapshot.rollout_id}{suffix}") as file:
+        with self._staged.path(f"{snapshot.rollout_id}{suffix}").open("wb") as file:
             file.writelines(line + b"\n" for line in lines)
 
 
@@ -325,10 +317,10 @@ class _ParquetFiles:
 
     @classmethod
     @contextmanager
-    def open(cls, out: Path) -> Iterator[_ParquetFiles]:
+    def open(cls, staged: StagedFiles) -> Iterator[_ParquetFiles]:
         with (
-            _whole(out / "calls.parquet") as calls_file,
-            _whole(out / "rollouts.parquet") as rollouts_file,
+            staged.path("calls.parquet").open("wb") as calls_file,
+            staged.path("rollouts.parquet").open("wb") as rollouts_file,
             pq.ParquetWriter(calls_file, CALL_SCHEMA, compression="zstd") as calls,
             pq.ParquetWriter(rollouts_file, ROLLOUT_SCHEMA, compression="zstd") as rollouts,
         ):
@@ -392,8 +384,8 @@ class _JsonLines:
 
     @classmethod
     @contextmanager
-    def open(cls, out: Path) -> Iterator[_JsonLines]:
-        with _whole(out / "calls.jsonl") as calls, _whole(out / "rollouts.jsonl") as rollouts:
+    def open(cls, staged: StagedFiles) -> Iterator[_JsonLines]:
+        with staged.path("calls.jsonl").open("wb") as calls, staged.path("rollouts.jsonl").open("wb") as rollouts:
             yield cls(calls, rollouts)
 
     def add(self, snapshot: Snapshot) -> None:
@@ -432,19 +424,7 @@ def _without_lone_surrogates(value: Any) -> Any:
     return value
 
 
-@contextmanager
-def _whole(path: Path) -> Iterator[BinaryIO]:
-    """A file that gets its name when everything is written."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    try:
-        with unfinished.open("wb") as file:
-            yield file
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-_OPEN: Final[Mapping[Format, Callable[[Path], Any]]] = {
+_OPEN: Final[Mapping[Format, Callable[[StagedFiles], AbstractContextManager[RecordFiles]]]] = {
     "nemo-gym": _NemoGymFiles.open,
     "parquet": _ParquetFiles.open,
     "jsonl": _JsonLines.open,

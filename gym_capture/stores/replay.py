@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gym_capture.regular_files import read_regular
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
     Damage,
@@ -52,7 +53,7 @@ def read_segments(directory: Path) -> Iterator[Segment]:
 def read_segment(directory: Path, number: int, *, is_last: bool) -> Segment:
     """Raises `CorruptLogError` if a newer version wrote it, `OSError` if it cannot be read."""
     path = segment_path(directory, number)
-    data = path.read_bytes()
+    data = read_regular(path)
     header = read_segment_header(data)
     if header is None:
         # The header is durable before the first record is written: without one, the last segment holds none.

@@ -13,6 +13,7 @@ import asyncio
 import errno
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
+from gym_capture.regular_files import open_regular
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
     Draft,
@@ -34,6 +36,7 @@ _T = TypeVar("_T")
 
 _PREFIX: Final = "segment-"
 _SUFFIX: Final = ".log"
+_SEGMENT: Final = re.compile(rf"{_PREFIX}([0-9]{{10,18}}){re.escape(_SUFFIX)}")
 _LOCK: Final = "lock"
 _MAX_OPEN_SEGMENTS: Final = 64
 
@@ -102,8 +105,7 @@ def segment_path(directory: Path, number: int) -> Path:
 def segment_numbers(directory: Path) -> list[int]:
     """The segments of a directory, oldest first."""
     # Not `glob`, which takes a directory that may not be read for an empty one.
-    names = [name for name in os.listdir(directory) if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
-    return sorted(int(name[len(_PREFIX) : -len(_SUFFIX)]) for name in names)
+    return sorted(int(found[1]) for found in map(_SEGMENT.fullmatch, os.listdir(directory)) if found is not None)
 
 
 def sync_directory(directory: Path) -> None:
@@ -251,7 +253,7 @@ class SegmentReader:
             return known
         if len(self._open) == _MAX_OPEN_SEGMENTS:
             self.forget(next(iter(self._open)))
-        fd = os.open(segment_path(self._directory, number), os.O_RDONLY | os.O_CLOEXEC)
+        fd = open_regular(segment_path(self._directory, number))
         header = read_segment_header(os.pread(fd, SEGMENT_HEADER_BYTES, 0))
         if header is None:
             os.close(fd)

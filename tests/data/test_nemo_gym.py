@@ -223,7 +223,7 @@ def test_a_last_line_without_its_newline_is_a_line(tmp_path: Path) -> None:
         pytest.param(b"[1]\n", ("malformed_record", None, None), id="no object"),
         pytest.param(b"{\n", ("malformed_record", None, None), id="no JSON"),
         pytest.param(
-            b'{"model_call_id": "a", "sampling": {"top_p": NaN}}\n', ("malformed_record", "a", None), id="NaN"
+            b'{"model_call_id": "a", "sampling": {"top_p": NaN}}\n', ("malformed_record", "a", "sampling"), id="NaN"
         ),
         pytest.param(b"\xff\xfe\n", ("malformed_record", None, None), id="no UTF-8"),
         pytest.param(b'{"model_call_id": "\\ud800"}\n', ("malformed_record", None, None), id="half a character"),

@@ -218,19 +218,23 @@ def test_an_export_is_not_replaced_by_accident(format_: Format, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("format_", FORMATS)
-def test_an_export_that_breaks_off_leaves_no_file_that_is_not_whole(format_: Format, tmp_path: Path) -> None:
-    def break_off() -> None:
-        with open_files(format_, tmp_path) as files:
-            files.add(two_rollouts()[0])
+def test_an_export_that_breaks_off_leaves_what_was_there(format_: Format, tmp_path: Path) -> None:
+    def break_off(out: Path) -> None:
+        with open_files(format_, out, overwrite=True) as files:
+            files.add(other)
             raise RuntimeError
 
-    with pytest.raises(RuntimeError):
-        break_off()
-    left = sorted(path.name for path in tmp_path.iterdir())
-    assert left == (["r1.tokens.jsonl", "r1.tokens.state.json"] if format_ == "nemo-gym" else [])
+    one, other = two_rollouts()
+    export(tmp_path / "old", format_, one)
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+    for name in ("old", "new"):
+        with pytest.raises(RuntimeError):
+            break_off(tmp_path / name)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()} == before
+    assert not (tmp_path / "new").exists()
 
 
 def test_a_place_that_cannot_be_written_to_is_said(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="cannot write the export to"):
+    with pytest.raises(ConfigError, match="cannot write an export to"):
         export(tmp_path / "file", "jsonl")
