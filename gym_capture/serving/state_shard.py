@@ -12,6 +12,7 @@ turning new calls away, before they cost any compute; a call that has generated 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,8 @@ from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.log import LogStats
+
+logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES: Final = 512 << 20
 WAITING_BYTES: Final = 256 << 20
@@ -145,7 +148,8 @@ class StateShard:
     async def batch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
         """Runs calls of the methods below at the same time, so that one group commit covers them.
 
-        An answer, or the error, for each; an error that this package does not know fails the whole batch.
+        An answer, or the error, for each: callers in other places share a batch, and one must not hear of another's
+        fault.
         """
         await self._opened()
         if len(calls) == 1:
@@ -157,6 +161,9 @@ class StateShard:
             return await _BATCHED[method](self, *args)
         except GymCaptureError as error:
             return error
+        except Exception as error:  # the boundary between callers: one's may be of a kind that does not even travel
+            logger.error("%s failed", method, exc_info=error)
+            return StoreError(f"the state actor failed in {method}: {error!r}")
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
         hosted = await self._opened()
@@ -185,8 +192,9 @@ class StateShard:
     async def put(self, data: bytes, epoch: int) -> None:
         hosted = await self._opened()
         began = time.perf_counter()
+        size_bytes = len(data)
         self._tally.waiting_puts += 1
-        self._tally.waiting_bytes += len(data)
+        self._tally.waiting_bytes += size_bytes
         try:
             entry = decode_entry(data)
             await hosted.put(entry, data, epoch)
@@ -195,9 +203,9 @@ class StateShard:
             raise
         finally:
             self._tally.waiting_puts -= 1
-            self._tally.waiting_bytes -= len(data)
+            self._tally.waiting_bytes -= size_bytes
         took_s = time.perf_counter() - began
-        self._tally.put(entry, size_bytes=len(data), took_s=took_s)
+        self._tally.put(entry, size_bytes=size_bytes, took_s=took_s)
         if self._metrics is not None:
             self._metrics.observe_put(took_s)
         for problem in await hosted.lineage.add(entry):

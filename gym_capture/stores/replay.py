@@ -6,6 +6,7 @@ One segment is in memory at a time.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ def read_segments(directory: Path) -> Iterator[Segment]:
 def read_segment(directory: Path, number: int, *, is_last: bool) -> Segment:
     """Raises `CorruptLogError` if a newer version wrote it, `OSError` if it cannot be read."""
     path = segment_path(directory, number)
+    if not path.is_file():  # nobody knows whether a pipe ever says something, or a device comes to an end
+        raise OSError(errno.EINVAL, "not a file", str(path))
     data = path.read_bytes()
     header = read_segment_header(data)
     if header is None:
