@@ -35,6 +35,8 @@ from gym_capture.demo.processes import Child, Household
 
 _POLL_S: Final = 0.5
 _STATUS_EVERY_S: Final = 60.0
+_WIDTH: Final = 160
+"""Of the table in a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
+    if not console.is_terminal:
+        console.width = _WIDTH
     outcomes: list[Outcome] = []
     try:
         for number, benchmark in enumerate(chosen, start=1):
@@ -195,18 +199,16 @@ def _print_table(console: Console, outcomes: Sequence[Outcome]) -> None:
     table = Table("", "benchmark", "figures", box=None)
     for outcome in outcomes:
         for row in outcome.rows:
-            figures = "  ".join(f"{name} {_short(value)}" for name, value in row.items() if name not in _NAMES)
+            figures = "  ".join(f"{name} {value}" for name, value in row.items() if _is_figure(name, value))
             table.add_row("[green]✓" if row.get("ok", True) else "[red]✗", str(row["benchmark"]), escape(figures))
         end = f"[red]{outcome.failure}" if outcome.failure else ""
         table.add_row("[green]✓" if outcome.ok else "[red]✗", f"[bold]{outcome.name}", f"{outcome.took_s:.0f} s {end}")
     console.print(table)
 
 
-_NAMES: Final = ("benchmark", "ok")
-
-
-def _short(value: object) -> str:
-    return json.dumps(value, separators=(",", ":")) if isinstance(value, dict | list) else str(value)
+def _is_figure(name: str, value: object) -> bool:
+    """What the table has room for; the JSON lines have all of it."""
+    return name not in ("benchmark", "ok") and value is not None and not isinstance(value, dict | list)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -19,6 +19,7 @@ from gym_capture.data.requests import request_table
 from gym_capture.data.schema import SCHEMA, check_schema
 from gym_capture.data.watch import start_watch
 from gym_capture.errors import ConfigError, JobError
+from trainer_bridge.stream import parquet_batches, read_rollouts
 
 from . import made_rollouts
 
@@ -96,6 +97,19 @@ def test_DJ_01_rows_pass_through_further_steps_unchanged() -> None:
     found = pa.concat_tables(twice.iter_batches(batch_size=2, batch_format="pyarrow"))
     assert found.schema.equals(SCHEMA, check_metadata=True)
     assert found.combine_chunks().equals(expected.combine_chunks())
+
+
+def test_DJ_09_trajectories_that_went_through_other_steps_can_be_read(tmp_path: Path) -> None:
+    write_trajectories(asked("a-1", "missing-1", "a-2", groups=1), source=SOURCE, out=tmp_path / "built")
+    dataset = ray.data.read_parquet(str(tmp_path / "built"), file_extensions=["parquet"])
+    kept = dataset.filter(lambda row: not row["masked"]).repartition(1)
+    kept.write_parquet(str(tmp_path / "kept"))
+    (path,) = (tmp_path / "kept").iterdir()
+    check_schema(pq.read_schema(path))
+    built, kept_ones = (list(read_rollouts(parquet_batches(tmp_path / name))) for name in ("built", "kept"))
+    assert [(each.rollout_id, each.advantage) for each in kept_ones] == [("a-1", -1.0), ("a-2", 1.0)]
+    for before, after in zip(built[::2], kept_ones, strict=True):
+        assert after.sequences[0].token_ids.tolist() == before.sequences[0].token_ids.tolist()
 
 
 def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
