@@ -9,10 +9,10 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast test-clients test-faults lint format typecheck bench check-configs contiguity-table clean
+.PHONY: help setup demo test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table clean
 
 help:  ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(READY)  ## create .venv and install the pinned list (about 3 minutes, 3 GB)
 
@@ -36,13 +36,16 @@ test-fast: $(READY)  ## the tests that need no engine
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
 
+test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, a lean Claude Code and Codex (about a minute)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "claude-code-lean or codex" $(ARGS)
+
 test-faults: $(READY)  ## kill every part of the graph under load, 200 times; is anything lost? (half an hour)
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.
 $(CLIENTS_READY): $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
 	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null && command -v npm >/dev/null \
-		|| { echo "test-clients needs Node 20 or newer, with npm, on the PATH"; exit 1; }
+		|| { echo "the agent CLIs need Node 20 or newer, with npm, on the PATH: https://nodejs.org"; exit 1; }
 	npm ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
 	@touch $@
 
@@ -60,7 +63,7 @@ typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
 check-configs: $(READY)  ## validate every file in serve_configs/
 	$(BIN)/gym-capture check-configs serve_configs/*.yaml
 
-bench: $(READY)  ## all benchmarks, as JSON lines; non-zero exit below a target
+bench: $(READY)  ## all benchmarks, as JSON lines and a table; non-zero exit below a target (ARGS=--quick: do they all run?)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat template at hand, every shape of turn

@@ -26,6 +26,7 @@ that boundary nothing catches `Exception`.
     ├── EngineError                the engine failed
     │   ├── EngineOverloadedError  retryable: no capacity now
     │   └── EngineDeadError        retryable on another replica
+    ├── JobError                   a build job cannot go on: its workers die
     └── ConfigError                a configuration that cannot work: says which key and what to do
 """
 
@@ -166,6 +167,10 @@ class EngineDeadError(EngineError):
     """The engine process is gone; another replica may serve the call."""
 
     retryable = True
+
+
+class JobError(GymCaptureError):
+    """A build job cannot go on."""
 
 
 class ConfigError(GymCaptureError):

@@ -9,6 +9,7 @@ Ray Data job under a progress bar -> a table of what became of the rollouts.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -28,6 +30,10 @@ from gym_capture.errors import ConfigError
 if TYPE_CHECKING:
     from gym_capture.data.job import SourceSpec
     from gym_capture.data.report import BuildReport
+
+
+_DETAILS = 10
+"""Rollouts of which it is printed what is wrong with their records."""
 
 
 class Strategy(StrEnum):
@@ -53,9 +59,7 @@ class AdvantageScale(StrEnum):
 
 
 def command(
-    rollouts: Annotated[
-        Path, typer.Argument(help="Rollouts, one JSON object a line, as a rollout job writes them.", exists=True)
-    ],
+    rollouts: Annotated[Path, typer.Argument(help="Rollouts, one JSON object a line, as a rollout job writes them.")],
     out: Annotated[str, typer.Option(help="Directory, or URI of one, for the Parquet files; all nodes write to it.")],
     records: Annotated[
         Path | None,
@@ -73,12 +77,12 @@ def command(
 ) -> None:
     """Build trajectories of finished rollouts, with rewards and group advantages, as Parquet.
 
-    Exits with 1 if not a single rollout can be trained on.
+    Exits with 1 if there are rollouts and not a single one can be trained on.
     """
     import ray
 
     from gym_capture.builder import BuildOptions
-    from gym_capture.data.job import JobOptions, retire, write_trajectories
+    from gym_capture.data import job
     from gym_capture.data.requests import read_requests
 
     console = Console(stderr=True)
@@ -87,7 +91,7 @@ def command(
         console.print(f"[yellow]the last line of {rollouts} was cut off in writing and is left out[/]")
     ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    options = JobOptions(
+    options = job.JobOptions(
         build=BuildOptions(strategy=strategy.value, delivery=delivery.value),
         scale=scale.value,
         workers=workers,
@@ -95,7 +99,7 @@ def command(
     )
     with _source(records, namespace) as source, _progress(console) as progress:
         bar = progress.add_task("rollouts", total=requests.table.num_rows)
-        report = write_trajectories(
+        report = job.write_trajectories(
             requests.table,
             source=source,
             out=out,
@@ -103,14 +107,18 @@ def command(
             overwrite=overwrite,
             on_progress=lambda done: progress.update(bar, completed=done),
         )
-        changed = asyncio.run(retire(source, report)) if drop_consumed else ()
+        changed = asyncio.run(job.retire(source, report)) if drop_consumed else ()
     if as_json:
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
         Console().print(report_table(report))
     for rollout_id in changed:
         console.print(f"[yellow]{rollout_id} has changed since it was built and is kept[/]")
-    if not report.complete:
+    for rollout_id, details in itertools.islice(report.details.items(), _DETAILS):
+        console.print(f"[yellow]{rollout_id}: {escape('; '.join(details))}[/]", soft_wrap=True)
+    if len(report.details) > _DETAILS:
+        console.print(f"[yellow]... and {len(report.details) - _DETAILS} more: `details` in {job.REPORT_FILE}[/]")
+    if report.requested and not report.complete:
         raise typer.Exit(1)
 
 
@@ -118,8 +126,10 @@ def command(
 def _source(records: Path | None, namespace: str) -> Iterator[SourceSpec]:
     from gym_capture.data.job import SourceSpec
     from gym_capture.data.log_source import opened_logs
+    from gym_capture.serving.state import connect
 
     if records is None:
+        connect(namespace=namespace)  # if there is none, that is known before anything is started or written
         yield SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": namespace})
         return
     if not records.is_dir():

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
@@ -66,7 +67,7 @@ def group() -> None:
 
 @app.command("list")
 def list_(directory: Directory, as_json: AsJson = False) -> None:
-    """List the live rollouts: id, calls, generated ids, version, and what masks them.
+    """List the live rollouts: id, calls, generated ids, version, what masks them, and when their last call ended.
 
     On a terminal a table; in a pipe or a file these columns with tabs between, without a head. Totals go to stderr.
     """
@@ -74,12 +75,13 @@ def list_(directory: Directory, as_json: AsJson = False) -> None:
     total = sum(len(log.report.rollouts) for log in logs)
     on_terminal = Console().is_terminal
     table = Table()
-    for column in ("rollout", "calls", "generated ids", "version", "incomplete", "problems"):
+    for column in ("rollout", "calls", "generated ids", "version", "incomplete", "problems", "last call"):
         table.add_column(column, justify="right" if column in ("calls", "generated ids", "version") else "left")
     for snapshot in _with_progress(_snapshots(logs), total, "reading"):
         row = _row(snapshot)
         numbers = [row[name] for name in ("calls", "generated_ids", "version")]
         reasons = [_counted(snapshot.incomplete), _counted(problem.reason for problem in snapshot.problems)]
+        reasons.append(_time(row["last_call_at"]))
         if as_json:
             typer.echo(json.dumps(row))
         elif on_terminal:
@@ -254,6 +256,7 @@ def _row(snapshot: Snapshot) -> dict[str, Any]:
         "version": snapshot.version,
         "incomplete": snapshot.incomplete,
         "problems": [asdict(problem) for problem in snapshot.problems],
+        "last_call_at": max((entry.created_at for entry in snapshot.entries), default=0.0) or None,
     }
 
 
@@ -268,6 +271,10 @@ def _counted(reasons: Iterable[str]) -> str:
     """Names of reasons, without what they are about."""
     counts = Counter(reason.partition(":")[0] for reason in reasons)
     return ", ".join(name if count == 1 else f"{name} {count}x" for name, count in counts.items())
+
+
+def _time(unix_s: float | None) -> str:
+    return "" if unix_s is None else datetime.fromtimestamp(unix_s, UTC).isoformat(sep=" ", timespec="seconds")
 
 
 def _logs(count: int) -> str:

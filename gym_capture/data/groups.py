@@ -5,6 +5,9 @@ where they must be, with the advantage that the whole group gives them - and eac
 
 Flow: freeze -> build -> rows without an advantage into a spool (memory up to a limit, then a file of this machine) ->
 once every rollout of the group is known, the advantages -> the rows again out of the spool, rollout by rollout.
+
+A rollout that cannot be built is data, not the end of a job: `_build_one` is the one boundary where whatever its
+records bring about becomes a masked row (`build_failed`).
 """
 
 from __future__ import annotations
@@ -21,7 +24,8 @@ from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data.advantages import Scale, group_advantages
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA, reward_problems, rows, to_table, with_advantage
-from gym_capture.records import Snapshot, digest_ids
+from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
 
@@ -48,6 +52,8 @@ class RolloutSummary:
     snapshot_id: str
     snapshot_version: int
     """The snapshot that the rows were built from: what may be dropped once they are safe."""
+    details: tuple[str, ...] = ()
+    """What is wrong with its records, in words."""
 
 
 def build_group(
@@ -56,11 +62,16 @@ def build_group(
     *,
     options: BuildOptions,
     scale: Scale,
+    on_built: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[RolloutSummary, pa.Table]]:
-    """Each rollout of one group: its summary, and its rows as a table of `SCHEMA`. In the order of `requests`."""
+    """Each rollout of one group: its summary, and its rows as a table of `SCHEMA`. In the order of `requests`.
+
+    `on_built` is called when all of them are built, before the first comes out.
+    """
     with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
         with pa.ipc.new_stream(spool, SCHEMA) as writer:
             summaries = [_build_one(request, freeze, options, writer) for request in requests]
+        on_built()
         advantages = group_advantages(
             [math.nan if request.reward is None else request.reward for request in requests],
             groups=[request.group_id for request in requests],
@@ -79,7 +90,25 @@ def _build_one(
     writer: pa.ipc.RecordBatchStreamWriter,
 ) -> RolloutSummary:
     """Writes the rows of one rollout, still without an advantage, as one batch."""
-    snapshot = freeze(request.rollout_id)
+    try:
+        summary, batch = _rows_of(request, freeze(request.rollout_id), options)
+    except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
+        raise
+    except Exception as error:  # noqa: BLE001 - the boundary
+        detail = " ".join(f"{type(error).__name__}: {error}".split())
+        summary, batch = _rows_of(request, unusable(request.rollout_id, "build_failed", detail), options)
+    # Outside: a spool that cannot be written is no fault of the rollout's.
+    writer.write_batch(batch)
+    return summary
+
+
+def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None = None) -> Snapshot:
+    """What stands for the snapshot of a rollout that cannot be had: it masks it, and nothing can be dropped by it."""
+    problem = RecordProblem(reason=reason, call_id=call_id, field=None, detail=detail)
+    return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
+
+
+def _rows_of(request: Request, snapshot: Snapshot, options: BuildOptions) -> tuple[RolloutSummary, pa.RecordBatch]:
     built = build(snapshot, options)
     extra_reasons = list(reward_problems(request.reward))
     if request.failure is not None:
@@ -94,8 +123,7 @@ def _build_one(
         )
     )
     (batch,) = table.to_batches()
-    writer.write_batch(batch)
-    return summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons))
+    return summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), batch
 
 
 def summarize(
@@ -121,4 +149,5 @@ def summarize(
         first_prompt=first_prompt,
         snapshot_id=snapshot.snapshot_id,
         snapshot_version=snapshot.version,
+        details=tuple(problem.detail for problem in snapshot.problems),
     )

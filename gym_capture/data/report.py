@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gym_capture.builder import reason_name
 from gym_capture.data.groups import RolloutSummary
@@ -39,7 +39,10 @@ class BuildReport:
     """Groups whose rollouts start from different prompts (a date, a session id): trainers that find groups by equal
     prompts, such as NeMo-RL, would give each its own and an advantage of 0. Sorted."""
     snapshots: Mapping[str, tuple[str, int]]
-    """By rollout id: `snapshot_id` and `version` that were consumed, for `drop`. Without missing rollouts."""
+    """By rollout id: `snapshot_id` and `version` that were consumed, for `drop`. Without rollouts of which none could
+    be had: missing ones, and those that could not be read or built."""
+    details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By rollout id: what is wrong with its records, in words. Only of rollouts of which something is."""
 
 
 def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> BuildReport:
@@ -70,7 +73,12 @@ def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> Bui
         excluded_tokens=_most_first(excluded),
         groups=len(prompts),
         mixed_prompt_groups=tuple(sorted(group for group, found in prompts.items() if len(found) > 1)),
-        snapshots={summary.rollout_id: (summary.snapshot_id, summary.snapshot_version) for summary in captured},
+        snapshots={
+            summary.rollout_id: (summary.snapshot_id, summary.snapshot_version)
+            for summary in captured
+            if summary.snapshot_id
+        },
+        details={summary.rollout_id: summary.details for summary in captured if summary.details},
     )
 
 

@@ -11,15 +11,20 @@ from __future__ import annotations
 
 import itertools
 import json
+import stat
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
 
-from gym_capture.errors import RecordError
+from gym_capture.errors import ConfigError, RecordError
 from gym_capture.records import check_rollout_id
+
+_LINE_BYTES: Final = 64 * 2**20
+"""A longer line is no rollout."""
 
 REQUEST_SCHEMA: Final[pa.Schema] = pa.schema(
     [
@@ -59,12 +64,14 @@ def read_requests(path: Path) -> ReadRequests:
     `failure` where they are known; `status` "failed" with `error`, as a rollout job writes them, is a failure.
 
     Other keys are somebody's own and are left out. A last line that was cut off in writing is left out and counted.
-    Raises `RecordError` for any other line that cannot be read.
+    Raises `RecordError` for any other line that cannot be read, `ConfigError` for what is no file or may not be read.
     """
     records: list[dict[str, Any]] = []
     cut_lines = 0
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+    with _opened(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LINE_BYTES), b""), start=1):
+            if len(line) == _LINE_BYTES:
+                raise RecordError(f"{path}, line {number}: longer than {_LINE_BYTES} bytes", field=f"line {number}")
             if not line.strip():
                 continue
             try:
@@ -76,6 +83,18 @@ def read_requests(path: Path) -> ReadRequests:
                     raise RecordError(f"{path}, line {number}: {error}", field=f"line {number}") from None
                 cut_lines = 1
     return ReadRequests(table=request_table(records), cut_lines=cut_lines)
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[BinaryIO]:
+    try:
+        # Of a pipe nobody knows whether something is ever written to it, and a device may have no end.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise ConfigError(f"{path} is not a file: rollouts are read from a file of JSON lines")
+        with path.open("rb") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def request_table(records: Iterable[Mapping[str, Any]]) -> pa.Table:

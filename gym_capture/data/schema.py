@@ -7,7 +7,8 @@ Flow: `build` -> `rows` (one a trajectory, or a single one with empty lists if n
 Parquet or Arrow batches -> `check_schema` in the reader.
 
 Lists have 64-bit offsets (`large_list`): a chunk of 32-bit ones holds at most 2**31 ids, and concatenating past that
-fails. The schema's metadata carries its version, which Parquet, Arrow IPC and Ray Data all keep.
+fails. The schema's metadata carries its version, which Parquet and Arrow IPC keep. Steps of Ray Data lose it: a table
+without one is known by its columns, so a later version must not give a column of this one another meaning.
 """
 
 from __future__ import annotations
@@ -143,13 +144,14 @@ def with_advantage(table: pa.Table, advantage: float | None) -> pa.Table:
 def check_schema(schema: pa.Schema) -> None:
     """Whether this version reads a table of trajectories: nothing, or an error that says what to do.
 
-    Raises `SchemaVersionError` for a table of a newer version, `RecordError` for one that is not of trajectories or
-    lacks a column. Columns that it does not know are somebody's own and are left alone.
+    Raises `SchemaVersionError` for a table of a newer version, `RecordError` for one that is not of trajectories, i.e.
+    lacks a column, whether or not it says its version. Columns that it does not know are somebody's own.
     """
     text = (schema.metadata or {}).get(VERSION_KEY)
-    if text is None or not text.isdigit():
-        raise RecordError("not a table of trajectories: its metadata has no schema version", field="schema_version")
-    if int(text) > TRAJECTORY_SCHEMA_VERSION:
+    lost = "" if text is not None else "not a table of trajectories: its metadata has no schema version, and "
+    if text is not None and not text.isdigit():
+        raise RecordError(f"not a table of trajectories: its schema version is {text!r}", field="schema_version")
+    if text is not None and int(text) > TRAJECTORY_SCHEMA_VERSION:
         raise SchemaVersionError(
             f"trajectories of schema version {int(text)} were written by a newer gym-capture; this one reads up to "
             f"{TRAJECTORY_SCHEMA_VERSION}: upgrade the reader, or build the trajectories again with this version",
@@ -158,10 +160,10 @@ def check_schema(schema: pa.Schema) -> None:
     for field in SCHEMA:
         index = schema.get_field_index(field.name)
         if index < 0:
-            raise RecordError(f"the table of trajectories has no column {field.name!r}", field=field.name)
+            raise RecordError(f"{lost}the table of trajectories has no column {field.name!r}", field=field.name)
         if schema.field(index).type != field.type:
             raise RecordError(
-                f"column {field.name!r} must be {field.type}: got {schema.field(index).type}", field=field.name
+                f"{lost}column {field.name!r} must be {field.type}: got {schema.field(index).type}", field=field.name
             )
 
 

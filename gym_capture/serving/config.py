@@ -67,6 +67,9 @@ class StateArgs(BaseModel):
     """Memory of a shard for lineage; rollouts that were not used lately are read from the store again when they are."""
     waiting_bytes: PositiveInt = WAITING_BYTES
     """While records of this size wait to become durable, a shard refuses to begin calls: clients get 503."""
+    max_idle_s: PositiveFloat | None = None
+    """A live rollout that nothing was written to or read from for so long is retired: its records are lost to whoever
+    has not fetched them. By default none is; make it longer than calls, pauses of agents and waits for a build."""
 
 
 class GraphArgs(BaseModel):

@@ -37,6 +37,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "undelivered_marks": "Replies whose end could not be sent",
     "freezes": "Snapshots taken",
     "drops": "Rollouts consumed",
+    "idle_retired": "Rollouts given up because nobody used them for max_idle_s",
     "lineage_reads": "Rollouts read from the store into lineage",
     "lineage_evictions": "Rollouts evicted from lineage",
     "commit_batches": "Syncs of the log",
@@ -47,6 +48,7 @@ COUNTERS: Final[Mapping[str, str]] = {
 
 GAUGES: Final[Mapping[str, str]] = {
     "live_rollouts": "Rollouts with records that were neither dropped nor cleared",
+    "longest_idle_s": "Seconds since the live rollout that was left alone for the longest was used",
     "lineage_rollouts": "Rollouts whose lineage is in memory",
     "lineage_bytes": "Memory of lineage",
     "log_bytes": "Size of the log on disk",

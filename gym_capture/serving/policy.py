@@ -36,6 +36,7 @@ class Policy:
                 replicas=args.state.replicas,
                 lineage_bytes=args.state.lineage_bytes,
                 waiting_bytes=args.state.waiting_bytes,
+                max_idle_s=args.state.max_idle_s,
             )
             state = connect(namespace=args.state.namespace)
         engine: Engine = load(args.engine)(

@@ -47,6 +47,7 @@ def start_shards(
     directory: str,
     lineage_bytes: int = LINEAGE_BYTES,
     waiting_bytes: int = WAITING_BYTES,
+    max_idle_s: float | None = None,
     replicas: int = 1,
 ) -> None:
     """Makes sure that the state actors of `namespace` run and have read their logs back.
@@ -90,6 +91,7 @@ def start_shards(
             directory=directory,
             lineage_bytes=lineage_bytes,
             waiting_bytes=waiting_bytes,
+            max_idle_s=max_idle_s,
             replicas=replicas,
             namespace=namespace,
         )
@@ -105,6 +107,7 @@ def start_shards(
         "replicas": replicas,
         "lineage_bytes": lineage_bytes,
         "waiting_bytes": waiting_bytes,
+        "max_idle_s": max_idle_s,
     }
     for name, value in asked.items():
         if running[name] != value:

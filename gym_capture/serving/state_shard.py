@@ -12,6 +12,7 @@ turning new calls away, before they cost any compute; a call that has generated 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,18 +20,22 @@ from pathlib import Path
 from typing import Any, Final, Protocol, runtime_checkable
 
 from gym_capture.codec import decode_entry, encode_snapshot
-from gym_capture.errors import GymCaptureError, StoreError, StoreOverloadedError
+from gym_capture.errors import GymCaptureError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.imports import load
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.protocols import Resolution, TokenSink, TokenSource
 from gym_capture.records import CallIntent, TokenEntry
+from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.log import LogStats
 
+logger = logging.getLogger(__name__)
+
 LINEAGE_BYTES: Final = 512 << 20
 WAITING_BYTES: Final = 256 << 20
+_LOOK_FOR_IDLE_EVERY_S: Final = 60.0
 
 
 class RecordStore(TokenSink, TokenSource, Protocol):
@@ -67,6 +72,8 @@ class StateShard:
 
     lineage_bytes: memory for lineage; rollouts that were not used lately are read from the store again when they are.
     waiting_bytes: while records of this size wait to become durable, no call begins.
+    max_idle_s: a live rollout that nothing was written to or read from for so long is retired, its records are given
+    up. None: never.
     replicas: 2 keeps a second copy of the log on another node (`mirror`).
     namespace: the Ray namespace that the actor runs in. None: it is no actor, and exports no metrics.
     """
@@ -81,6 +88,7 @@ class StateShard:
         directory: str,
         lineage_bytes: int = LINEAGE_BYTES,
         waiting_bytes: int = WAITING_BYTES,
+        max_idle_s: float | None = None,
         replicas: int = 1,
         namespace: str | None = None,
     ) -> None:
@@ -91,10 +99,11 @@ class StateShard:
         self._root = Path(directory).expanduser()
         self._lineage_bytes = lineage_bytes
         self._waiting_bytes = waiting_bytes
+        self._max_idle_s = max_idle_s
         self._replicas = replicas
         self._namespace = namespace
         self._metrics: ShardMetrics | None = None
-        self._publishing: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._tally = Tally()
         self._hosted: _Hosted | None = None
         self._opening = asyncio.Lock()
@@ -106,16 +115,20 @@ class StateShard:
                 if self._hosted is None:
                     store = await self._open_store()
                     lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
-                    lineage.expect(await store.rollout_ids())
+                    live = await store.rollout_ids()
+                    lineage.expect(live)
                     self._hosted = _Hosted(
                         store,
                         lineage,
+                        IdleTimes(live),
                         encoded=store if isinstance(store, EncodedStore) else None,
                         measured=store if isinstance(store, MeasuredStore) else None,
                     )
                     if self._namespace is not None:
                         self._metrics = ShardMetrics(namespace=self._namespace, index=self._index)
-                        self._publishing = asyncio.create_task(self._publish(self._metrics, self._hosted))
+                        self._tasks.append(asyncio.create_task(self._publish(self._metrics, self._hosted)))
+                    if self._max_idle_s is not None:
+                        self._tasks.append(asyncio.create_task(self._retire_idle_ones(self._max_idle_s)))
         return self._hosted
 
     async def _open_store(self) -> RecordStore:
@@ -140,12 +153,14 @@ class StateShard:
             "replicas": self._replicas,
             "lineage_bytes": self._lineage_bytes,
             "waiting_bytes": self._waiting_bytes,
+            "max_idle_s": self._max_idle_s,
         }
 
     async def batch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
         """Runs calls of the methods below at the same time, so that one group commit covers them.
 
-        An answer, or the error, for each; an error that this package does not know fails the whole batch.
+        An answer, or the error, for each: callers in other places share a batch, and one must not hear of another's
+        fault.
         """
         await self._opened()
         if len(calls) == 1:
@@ -157,6 +172,9 @@ class StateShard:
             return await _BATCHED[method](self, *args)
         except GymCaptureError as error:
             return error
+        except Exception as error:  # the boundary between callers: one's may be of a kind that does not even travel
+            logger.error("%s failed", method, exc_info=error)
+            return StoreError(f"the state actor failed in {method}: {error!r}")
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
         hosted = await self._opened()
@@ -168,6 +186,7 @@ class StateShard:
                 call_id=intent.model_call_id,
             )
         epoch = await hosted.store.begin_call(intent)
+        hosted.idle.wrote(intent.rollout_id)
         try:
             resolution, may_be_retry = await hosted.lineage.begin(intent, turn_keys, asked_keys)
         except StoreError:
@@ -179,14 +198,17 @@ class StateShard:
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         """`begin` without an intent: for a request that is only measured."""
-        resolution, _ = await (await self._opened()).lineage.resolve(rollout_id, turn_keys)
+        hosted = await self._opened()
+        hosted.idle.read(rollout_id)
+        resolution, _ = await hosted.lineage.resolve(rollout_id, turn_keys)
         return resolution
 
     async def put(self, data: bytes, epoch: int) -> None:
         hosted = await self._opened()
         began = time.perf_counter()
+        size_bytes = len(data)
         self._tally.waiting_puts += 1
-        self._tally.waiting_bytes += len(data)
+        self._tally.waiting_bytes += size_bytes
         try:
             entry = decode_entry(data)
             await hosted.put(entry, data, epoch)
@@ -195,9 +217,10 @@ class StateShard:
             raise
         finally:
             self._tally.waiting_puts -= 1
-            self._tally.waiting_bytes -= len(data)
+            self._tally.waiting_bytes -= size_bytes
+        hosted.idle.wrote(entry.rollout_id)
         took_s = time.perf_counter() - began
-        self._tally.put(entry, size_bytes=len(data), took_s=took_s)
+        self._tally.put(entry, size_bytes=size_bytes, took_s=took_s)
         if self._metrics is not None:
             self._metrics.observe_put(took_s)
         for problem in await hosted.lineage.add(entry):
@@ -210,7 +233,9 @@ class StateShard:
         hosted.lineage.end(rollout_id, call_id)
 
     async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
-        await (await self._opened()).store.mark_incomplete(rollout_id, reason, epoch=epoch)
+        hosted = await self._opened()
+        await hosted.store.mark_incomplete(rollout_id, reason, epoch=epoch)
+        hosted.idle.wrote(rollout_id)
         self._tally.marked_incomplete(reason)
 
     async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
@@ -227,21 +252,42 @@ class StateShard:
 
     async def freeze(self, rollout_id: str) -> bytes:
         self._tally.counts["freezes"] += 1
-        return await (await self._opened()).freeze(rollout_id)
+        hosted = await self._opened()
+        hosted.idle.read(rollout_id)
+        return await hosted.freeze(rollout_id)
 
     async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
         hosted = await self._opened()
         await hosted.store.drop(rollout_id, snapshot_id, version)
-        hosted.lineage.forget(rollout_id)
+        hosted.forget(rollout_id)
         self._tally.counts["drops"] += 1
 
     async def clear(self, rollout_id: str) -> None:
         hosted = await self._opened()
         await hosted.store.clear(rollout_id)
-        hosted.lineage.forget(rollout_id)
+        hosted.forget(rollout_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).store.rollout_ids()
+
+    async def retire_idle(self, max_idle_s: float) -> list[str]:
+        """Retires the rollouts that were left alone for so long, as their consumer would. Returns their ids.
+
+        One that is written to meanwhile is kept.
+        """
+        hosted = await self._opened()
+        retired = []
+        for rollout_id in hosted.idle.idle(max_idle_s):
+            snapshot = await hosted.store.freeze(rollout_id)
+            try:
+                await hosted.store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)
+            except StaleSnapshotError:
+                continue
+            hosted.forget(rollout_id)
+            self._tally.counts["idle_retired"] += 1
+            logger.warning("retired rollout %s: nobody used it for %.0f s", rollout_id, max_idle_s)
+            retired.append(rollout_id)
+        return retired
 
     async def stats(self) -> ShardStats:
         return _stats(self._tally, await self._opened())
@@ -249,14 +295,22 @@ class StateShard:
     async def close(self) -> None:
         """Lets go of the store, for whoever opens it next. An actor needs no such end: its process has one."""
         hosted = await self._opened()
-        if self._publishing is not None:
-            self._publishing.cancel()
+        for task in self._tasks:
+            task.cancel()
         await hosted.store.close()
 
     async def _publish(self, metrics: ShardMetrics, hosted: _Hosted) -> None:
         while True:
             metrics.publish(_stats(self._tally, hosted))
             await asyncio.sleep(PUBLISH_EVERY_S)
+
+    async def _retire_idle_ones(self, max_idle_s: float) -> None:
+        while True:
+            await asyncio.sleep(min(max_idle_s / 4, _LOOK_FOR_IDLE_EVERY_S))
+            try:
+                await self.retire_idle(max_idle_s)
+            except StoreError as error:  # the disk; the next look may do better
+                logger.error("idle rollouts cannot be retired: %s", error)
 
 
 _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
@@ -276,6 +330,7 @@ class _Hosted:
 
     store: RecordStore
     lineage: LineageCache
+    idle: IdleTimes
     encoded: EncodedStore | None
     """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
     measured: MeasuredStore | None
@@ -286,6 +341,11 @@ class _Hosted:
             await self.encoded.put_encoded(data, epoch=epoch)
         else:
             await self.store.put(entry, epoch=epoch)
+
+    def forget(self, rollout_id: str) -> None:
+        """Nothing is recorded of it any more."""
+        self.lineage.forget(rollout_id)
+        self.idle.forget(rollout_id)
 
     async def freeze(self, rollout_id: str) -> bytes:
         if self.encoded is not None:
@@ -319,6 +379,7 @@ def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
         lineage_evictions=hosted.lineage.evictions,
         lineage_rollouts=hosted.lineage.in_memory,
         lineage_bytes=hosted.lineage.nbytes,
+        longest_idle_s=hosted.idle.longest_s(),
         waiting_puts=tally.waiting_puts,
         waiting_bytes=tally.waiting_bytes,
     )

@@ -26,6 +26,7 @@ CountName: TypeAlias = Literal[
     "undelivered_marks",
     "freezes",
     "drops",
+    "idle_retired",
 ]
 
 
@@ -55,6 +56,8 @@ class ShardStats:
     undelivered_marks: int = 0
     freezes: int = 0
     drops: int = 0
+    idle_retired: int = 0
+    """Rollouts that were given up because nobody used them for `max_idle_s`."""
     resolutions: Mapping[str, int] = field(default_factory=dict)
     """Of begun calls, by outcome: `root`, `resolved`, `unresolved:<reason>`."""
     incomplete: Mapping[str, int] = field(default_factory=dict)
@@ -72,6 +75,9 @@ class ShardStats:
     """Records of any kind in them: by `commit_batches`, the mean size of a group commit."""
     # levels
     live_rollouts: int = 0
+    longest_idle_s: float = 0.0
+    """How long nothing was written to or read from the live rollout that was left alone for the longest, as far as this
+    actor has seen. Of several shards the longest."""
     lineage_rollouts: int = 0
     """Rollouts whose lineage is in memory."""
     lineage_bytes: int = 0
@@ -96,6 +102,8 @@ def total(stats: Iterable[ShardStats]) -> ShardStats:
         for name, value in asdict(one).items():
             if isinstance(value, Mapping):
                 sums[name] = dict(Counter(sums.get(name, {})) + Counter(value))
+            elif name == "longest_idle_s":
+                sums[name] = max(sums.get(name, 0.0), value)
             else:
                 sums[name] = sums.get(name, 0) + value
     return ShardStats(**sums)

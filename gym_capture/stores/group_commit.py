@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from gym_capture.errors import StoreError, StoreUnavailableError
+from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
 from gym_capture.rollout_state import Decision, Event
 from gym_capture.stores.frames import Draft, frame_size
 from gym_capture.stores.log_records import draft_of
@@ -36,6 +36,7 @@ class Write:
     subject: str | None
     """What of the rollout it is about, e.g. a call id; None: all of it."""
     decide: Callable[[], Decision]
+    """May raise what this caller is told, e.g. of a wrong type: it concerns nobody else."""
     encoded: bytes = b""
     """The intent or the entry, encoded by the caller, so that what cannot be encoded fails that caller alone."""
 
@@ -96,7 +97,7 @@ class _Queued:
     write: Write
     answer: asyncio.Future[None]
 
-    def settle(self, error: StoreError | None) -> None:
+    def settle(self, error: GymCaptureError | None) -> None:
         """A caller that has gone away cancelled its answer; its write counts all the same."""
         if self.answer.done():
             return
@@ -173,7 +174,11 @@ class GroupCommit:
             if batch.excludes(queued.write):
                 deferred.append(queued)
                 continue
-            event, error = queued.write.decide()
+            try:
+                event, error = queued.write.decide()
+            except GymCaptureError as refused:
+                queued.settle(refused)
+                continue
             if event is None:
                 queued.settle(error)
             else:

@@ -93,9 +93,9 @@ def test_rollouts_are_listed(state: Path, capsys: pytest.CaptureFixture[str]) ->
     assert records("list", state) == 0
     shown = capsys.readouterr()
     assert [line.split("\t") for line in shown.out.splitlines()] == [
-        ["r1", "2", "4", "4", "", ""],
-        ["r2", "1", "2", "4", "dangling_intent 2x", ""],
-        ["r3", "1", "2", "2", "", ""],
+        ["r1", "2", "4", "4", "", "", "2023-11-14 22:13:20+00:00"],
+        ["r2", "1", "2", "4", "dangling_intent 2x", "", "2023-11-14 22:13:20+00:00"],
+        ["r3", "1", "2", "2", "", "", "2023-11-14 22:13:20+00:00"],
     ]
     assert shown.err.startswith("3 rollouts, 1 consumed and kept; 2 logs")
 
@@ -155,6 +155,7 @@ def test_one_shard_is_a_log_of_its_own_and_json_is_for_machines(
         "version": 4,
         "incomplete": [],
         "problems": [],
+        "last_call_at": 1_700_000_000.25,
     }
     assert second["incomplete"] == ["dangling_intent:x", "dangling_intent:y"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,8 +55,9 @@ def snapshot(rollout_id: str, *, turns: int = 2, tokens: int = 4, incomplete: Se
 
 
 class MadeSource:
-    """A `TokenSource` whose rollouts behave as their ids say: `missing-*`, `dangling-*`, `corrupt-*`, `down-*`,
-    `fatal-*` (the process that reads it dies, the first time); any other is a whole one."""
+    """A `TokenSource` whose rollouts behave as their ids say: `missing-*`, `dangling-*`, `corrupt-*`, `denied-*`,
+    `defect-*`, `down-*`, `fatal-*` (the process that reads it dies, the first time), `poison-*` and `hungry-*` (it ends
+    each time, or is killed as for its memory); any other is a whole one."""
 
     def __init__(self, *, directory: str = "") -> None:
         self._directory = Path(directory)
@@ -70,6 +72,14 @@ class MadeSource:
             return snapshot(rollout_id, turns=1, incomplete=("dangling_intent:call-1",))
         if kind == "corrupt":
             raise CorruptLogError("checksum", rollout_id=rollout_id)
+        if kind == "denied":
+            raise PermissionError(13, "Permission denied", f"{rollout_id}.jsonl")
+        if kind == "defect":
+            raise KeyError("no such thing")
+        if kind == "poison":
+            os._exit(1)
+        if kind == "hungry":
+            os.kill(os.getpid(), signal.SIGKILL)
         if kind == "down" and self._asked.count(rollout_id) == 1:
             raise StoreUnavailableError("its actor restarts")
         if kind == "fatal":
@@ -95,3 +105,8 @@ class MadeSource:
 async def opened(*, directory: str) -> MadeSource:
     """A factory that is a coroutine function."""
     return MadeSource(directory=directory)
+
+
+async def dying() -> MadeSource:
+    """A factory that nobody survives."""
+    os._exit(1)

@@ -11,7 +11,9 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
+from gym_capture.commands import build_job as build_job_module
 from gym_capture.commands.build_job import command
+from gym_capture.data.schema import SCHEMA
 from gym_capture.errors import ConfigError, StoreUnavailableError
 
 from .test_log_source import record
@@ -64,3 +66,25 @@ def test_no_graph_to_read_from_is_an_error(tmp_path: Path, rollouts: Path) -> No
     failed = build_job(rollouts, "--out", tmp_path / "out", "--namespace", "nobody")
     assert isinstance(failed.exception, StoreUnavailableError)
     assert "is the graph running" in str(failed.exception)
+
+
+def test_no_rollouts_are_no_rows_and_no_failure(tmp_path: Path) -> None:
+    asyncio.run(record(tmp_path / "records", "a"))
+    (tmp_path / "none.jsonl").touch()
+    built = build_job(tmp_path / "none.jsonl", "--records", tmp_path / "records", "--out", tmp_path / "out")
+    assert built.exit_code == 0, built.output
+    table = pyarrow.dataset.dataset(tmp_path / "out").to_table()
+    assert (table.num_rows, table.schema) == (0, SCHEMA)
+
+
+def test_rollouts_whose_records_are_wrong_are_named_with_what_is(
+    tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build_job_module, "_DETAILS", 1)
+    asyncio.run(record(tmp_path / "records", "a", "b", "c"))
+    (log,) = (tmp_path / "records").glob("*.log")
+    log.write_bytes(log.read_bytes().replace(b"policy", b"polizy"))
+    built = build_job(rollouts, "--records", tmp_path / "records", "--out", tmp_path / "out")
+    assert built.exit_code == 1
+    assert "a: " in built.stderr
+    assert "... and 2 more: `details` in _report.json" in built.stderr

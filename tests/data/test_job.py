@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import resource
 from pathlib import Path
 
 import pyarrow as pa
@@ -15,7 +17,9 @@ from gym_capture.data import job
 from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, write_trajectories
 from gym_capture.data.requests import request_table
 from gym_capture.data.schema import SCHEMA, check_schema
-from gym_capture.errors import ConfigError
+from gym_capture.data.watch import start_watch
+from gym_capture.errors import ConfigError, JobError
+from trainer_bridge.stream import parquet_batches, read_rollouts
 
 from . import made_rollouts
 
@@ -95,6 +99,19 @@ def test_DJ_01_rows_pass_through_further_steps_unchanged() -> None:
     assert found.combine_chunks().equals(expected.combine_chunks())
 
 
+def test_DJ_09_trajectories_that_went_through_other_steps_can_be_read(tmp_path: Path) -> None:
+    write_trajectories(asked("a-1", "missing-1", "a-2", groups=1), source=SOURCE, out=tmp_path / "built")
+    dataset = ray.data.read_parquet(str(tmp_path / "built"), file_extensions=["parquet"])
+    kept = dataset.filter(lambda row: not row["masked"]).repartition(1)
+    kept.write_parquet(str(tmp_path / "kept"))
+    (path,) = (tmp_path / "kept").iterdir()
+    check_schema(pq.read_schema(path))
+    built, kept_ones = (list(read_rollouts(parquet_batches(tmp_path / name))) for name in ("built", "kept"))
+    assert [(each.rollout_id, each.advantage) for each in kept_ones] == [("a-1", -1.0), ("a-2", 1.0)]
+    for before, after in zip(built[::2], kept_ones, strict=True):
+        assert after.sequences[0].token_ids.tolist() == before.sequences[0].token_ids.tolist()
+
+
 def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
     dataset = build_trajectories(asked(*(f"a-{i}" for i in range(8))), source=SOURCE)
     dataset.context.target_max_block_size = 512
@@ -106,12 +123,97 @@ def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
 
 
 def test_row_groups_stay_small_so_that_readers_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer = job._PartWriter(source=SOURCE, options=JobOptions(), uri=tmp_path.as_uri())
     monkeypatch.setattr(job, "_ROW_GROUP_BYTES", 1)
     part = asked("a-1", "a-2", "a-3", groups=1).append_column("part", pa.array([7, 7, 7]))
-    writer(part)
-    file = pq.ParquetFile(tmp_path / "part-00007.parquet")
+    location = job._Location(out="out", uri=tmp_path.as_uri())
+    job._write_part(part, source=SOURCE, options=JobOptions(), watch=start_watch(), location=location)
+    (path,) = tmp_path.iterdir()
+    file = pq.ParquetFile(path)
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("killer", ["poison-1", "hungry-1"])
+def test_a_rollout_that_kills_every_worker_is_masked_and_the_others_are_delivered(tmp_path: Path, killer: str) -> None:
+    # All in one part, the killer in the middle of a group.
+    rollouts = asked("a-1", killer, "a-2", "a-3", groups=1)
+    found = write_trajectories(rollouts, source=SOURCE, out=tmp_path, options=JobOptions(scale="none"))
+    assert (found.complete, found.incomplete, found.missing) == (3, (killer,), ())
+    assert found.mask_reasons == {"no_calls": 1, "worker_died": 1}
+    assert found.details[killer][0].startswith("3 workers died")
+    assert killer not in found.snapshots  # there is none to drop
+    rows = {row["rollout_id"]: row for row in pa.dataset.dataset(tmp_path).to_table().to_pylist()}
+    assert list(rows) == ["a-1", killer, "a-2", "a-3"]
+    assert [rows[name]["advantage"] for name in ("a-1", "a-2", "a-3")] == pytest.approx([-5 / 3, 1 / 3, 4 / 3])
+    assert rows[killer]["mask_reasons"] == ["no_calls", "worker_died"]
+
+
+def test_a_killer_that_is_streamed_has_its_row_in_its_place() -> None:
+    rows = build_trajectories(asked("a-1", "poison-1", "a-2", groups=1), source=SOURCE).take_all()
+    assert [(row["rollout_id"], row["masked"]) for row in rows] == [("a-1", False), ("poison-1", True), ("a-2", False)]
+
+
+def test_workers_that_die_of_no_rollout_end_the_job(tmp_path: Path) -> None:
+    source = SourceSpec(import_path=f"{made_rollouts.__name__}:dying")
+    with pytest.raises(JobError, match="workers died 3 times"):
+        write_trajectories(asked("a-1", "a-2"), source=source, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rollout_that_cannot_be_read_or_built_is_masked_with_the_reason(tmp_path: Path) -> None:
+    found = write_trajectories(asked("a-1", "denied-1", "defect-1", "a-2", groups=1), source=SOURCE, out=tmp_path)
+    assert (found.complete, found.incomplete) == (2, ("defect-1", "denied-1"))
+    assert found.mask_reasons == {"no_calls": 2, "build_failed": 1, "unreadable": 1}
+    assert found.details == {
+        "defect-1": ("KeyError: 'no such thing'",),
+        "denied-1": ("[Errno 13] Permission denied: 'denied-1.jsonl'",),
+    }
+
+
+def test_a_full_disk_is_an_error_that_names_the_output(tmp_path: Path) -> None:
+    part = asked("a-1", "a-2").append_column("part", pa.array([0, 0]))
+    location = job._Location(out="full", uri=tmp_path.as_uri())
+    watch = start_watch()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
+    try:
+        answer = job._write_part(part, source=SOURCE, options=JobOptions(), watch=watch, location=location)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = pickle.loads(answer.column("part")[0].as_py())
+    assert isinstance(error, ConfigError)
+    assert str(error).startswith("cannot write trajectories to full: [Errno 27]")
+
+
+def test_a_build_that_fails_leaves_what_was_there(tmp_path: Path) -> None:
+    write_trajectories(asked("b-1"), source=SOURCE, out=tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ConfigError, match="cannot load"):
+        write_trajectories(asked("a-1"), source=SourceSpec(import_path="no.such:thing"), out=tmp_path, overwrite=True)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_an_output_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="cannot write trajectories to"):
+        write_trajectories(asked("a-1"), source=SOURCE, out=tmp_path / "file" / "out")
+
+
+def test_what_is_interrupted_leaves_nothing(tmp_path: Path) -> None:
+    def interrupt(done: int) -> None:
+        raise KeyboardInterrupt
+
+    rollouts = asked("a-1", "a-2", "a-3", "a-4")
+    with pytest.raises(KeyboardInterrupt):
+        write_trajectories(rollouts, source=SOURCE, out=tmp_path / "out", options=SMALL_PARTS, on_progress=interrupt)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_good_build_prints_nothing_alarming(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_trajectories(asked("a-1", "a-2"), source=SOURCE, out=tmp_path)
+    with pytest.raises(ConfigError):
+        write_trajectories(asked("a-1"), source=SourceSpec(import_path="no.such:thing"), out=tmp_path / "none")
+    said = capfd.readouterr().err
+    assert not [word for word in ("core_worker", "Traceback", "Deprecation", "ERROR") if word in said], said
 
 
 def test_trajectories_that_are_there_are_not_mixed_with_others(tmp_path: Path) -> None:
@@ -127,6 +229,12 @@ def test_a_source_that_cannot_be_opened_is_an_error_in_one_line(tmp_path: Path) 
         write_trajectories(asked("a-1"), source=SourceSpec(import_path="no.such:thing"), out=tmp_path)
 
 
-def test_nothing_to_build_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no rollouts"):
-        write_trajectories(asked(), source=SOURCE, out=tmp_path)
+def test_nothing_to_build_is_a_file_of_no_rows_with_every_column(tmp_path: Path) -> None:
+    found = write_trajectories(asked(), source=SOURCE, out=tmp_path)
+    assert (found.requested, found.complete, found.missing) == (0, 0, ())
+    assert sorted(path.name for path in tmp_path.iterdir()) == [REPORT_FILE, "part-00000.parquet"]
+    assert pq.read_table(tmp_path / "part-00000.parquet").equals(SCHEMA.empty_table())
+    check_schema(pq.read_schema(tmp_path / "part-00000.parquet"))
+    streamed = build_trajectories(asked(), source=SOURCE)
+    assert streamed.count() == 0
+    assert streamed.schema().names == SCHEMA.names

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pyarrow as pa
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gym_capture.data import requests
 from gym_capture.data.requests import (
     REQUEST_SCHEMA,
     check_requests,
@@ -17,7 +19,7 @@ from gym_capture.data.requests import (
     request_table,
     split_into_parts,
 )
-from gym_capture.errors import InvalidRolloutIdError, RecordError
+from gym_capture.errors import ConfigError, InvalidRolloutIdError, RecordError
 
 
 def lines(folder: Path, text: str) -> Path:
@@ -71,6 +73,21 @@ def test_a_rollout_that_failed_says_why(tmp_path: Path) -> None:
 def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message: str) -> None:
     with pytest.raises(RecordError, match=message):
         read_requests(lines(tmp_path, line + "\n"))
+
+
+def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=f"{path} is not a file"):
+            read_requests(path)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        read_requests(tmp_path / "nothing")
+
+
+def test_a_line_without_an_end_is_not_read_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "_LINE_BYTES", 1_000)
+    with pytest.raises(RecordError, match="line 2: longer than 1000 bytes"):
+        read_requests(lines(tmp_path, '{"rollout_id": "a", "group_id": "g"}\n' + "0" * 2_000))
 
 
 def test_tables_may_lack_columns_have_others_and_other_widths() -> None:

@@ -99,13 +99,22 @@ def test_a_newer_version_is_refused_and_says_what_to_do() -> None:
 
 
 def test_tables_that_are_not_of_trajectories_are_refused() -> None:
-    with pytest.raises(RecordError, match="no schema version"):
-        check_schema(SCHEMA.remove_metadata())
+    with pytest.raises(RecordError, match=r"no schema version, and .* no column 'rollout_id'"):
+        check_schema(pa.schema([("x", pa.int64())]))
+    with pytest.raises(RecordError, match="its schema version is b'one'"):
+        check_schema(SCHEMA.with_metadata({schema.VERSION_KEY: b"one"}))
     with pytest.raises(RecordError, match="no column 'token_ids'"):
         check_schema(SCHEMA.remove(SCHEMA.get_field_index("token_ids")))
     short = SCHEMA.set(SCHEMA.get_field_index("token_ids"), pa.field("token_ids", pa.list_(pa.int32())))
     with pytest.raises(RecordError, match=r"'token_ids' must be large_list<item: int32>: got list<item: int32>"):
         check_schema(short)
+
+
+def test_DJ_09_a_table_that_lost_its_metadata_is_known_by_its_columns() -> None:
+    check_schema(SCHEMA.remove_metadata())
+    other = SCHEMA.set(SCHEMA.get_field_index("reward"), pa.field("reward", pa.float32())).remove_metadata()
+    with pytest.raises(RecordError, match="no schema version, and column 'reward' must be double: got float"):
+        check_schema(other)
 
 
 def test_a_column_of_somebody_elses_is_left_alone() -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from gym_capture.errors import StoreUnavailableError
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.protocols import LineageStore, Resolved
 from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved
 from gym_capture.serving.state import StateClient
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
-from tests.serving.shards import LocalActor, client, client_of, shard
+from tests.serving.shards import LOG, LocalActor, client, client_of, shard
 
 
 def intent(call_id: str, rollout_id: str = "r1") -> CallIntent:
@@ -59,6 +60,46 @@ def test_resolutions_of_a_process_travel_together(tmp_path: Path) -> None:
         for number, answer in enumerate(answers):
             assert isinstance(answer, Resolved)
             assert answer.cumulative_ids.tolist() == [1, 1 + number % 3]
+
+    asyncio.run(run())
+
+
+class Unprintable:
+    """What no caller should send, and what does not even have a text."""
+
+    def __repr__(self) -> str:
+        return "<unprintable>"
+
+
+@pytest.mark.parametrize("store", [LOG, f"{MemoryStore.__module__}:MemoryStore.open"])
+def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store: str) -> None:
+    """Whatever one of many callers sends: the others of its batch are answered, and the store is as sound as before."""
+
+    async def run() -> None:
+        state = client(tmp_path, store=store)
+        epoch = await state.begin_call(intent("a"))
+        entry = call("a", [1, 2], [3], parent=Root(), turn_key="k1")
+        wrong: list[Any] = [
+            state.mark_incomplete("r1", cast(str, 5), epoch=epoch),
+            state.mark_incomplete("r1", cast(str, None), epoch=epoch),
+            state.mark_incomplete("r1", "x", epoch=float(epoch)),  # type: ignore[arg-type]  # equals the epoch
+            state.put(entry, epoch=cast(int, True)),  # equals the first epoch, too
+            state.abandon_call("r1", cast(str, Unprintable()), epoch=epoch),
+            state.mark_delivered("r1", cast(str, ["a"]), epoch=epoch),
+            state.begin(CallIntent(rollout_id="r1", model_call_id="b", created_at=cast(float, "noon")), ()),
+            state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
+            state._batched("r1", "put", 5, epoch),
+            state._batched("r1", "no_such_method"),
+        ]
+        right: list[Any] = [state.begin_call(intent(f"c{number}")) for number in range(3)]
+        answers = await asyncio.gather(*wrong, *right, state.put(entry, epoch=epoch), return_exceptions=True)
+        for answer in answers[: len(wrong)]:
+            assert isinstance(answer, GymCaptureError)
+            assert not isinstance(answer, StoreUnavailableError)  # to repeat it is no use
+        assert answers[len(wrong) :] == [epoch, epoch, epoch, None]
+        found = await state.freeze("r1")
+        assert [entry.model_call_id for entry in found.entries] == ["a"]
+        assert found.incomplete == ("dangling_intent:c0", "dangling_intent:c1", "dangling_intent:c2")
 
     asyncio.run(run())
 

@@ -52,6 +52,7 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
         assert (stats.freezes, stats.drops) == (1, 1)
         assert (stats.live_rollouts, stats.lineage_rollouts) == (2, 2)
+        assert 0 < stats.longest_idle_s < 60
         assert stats.lineage_bytes > 0
         assert stats.commit_records == 10 + 11 + 1 + 1 + 1
         assert 0 < stats.commit_batches <= stats.commit_records
@@ -73,8 +74,12 @@ def test_a_store_without_a_log_has_no_levels_of_one(tmp_path: Path) -> None:
 
 
 def test_totals_are_sums() -> None:
-    one = ShardStats(begins=1, put_seconds=0.5, resolutions={"root": 1, "resolved": 2}, lineage_bytes=10)
-    other = ShardStats(begins=2, put_seconds=0.25, resolutions={"root": 3}, incomplete={"engine": 1})
+    one = ShardStats(
+        begins=1, put_seconds=0.5, resolutions={"root": 1, "resolved": 2}, lineage_bytes=10, longest_idle_s=2.0
+    )
+    other = ShardStats(
+        begins=2, longest_idle_s=3.0, put_seconds=0.25, resolutions={"root": 3}, incomplete={"engine": 1}
+    )
     assert total([one, other]) == ShardStats(
         shards=2,
         begins=3,
@@ -82,6 +87,7 @@ def test_totals_are_sums() -> None:
         resolutions={"root": 4, "resolved": 2},
         incomplete={"engine": 1},
         lineage_bytes=10,
+        longest_idle_s=3.0,
     )
     assert total([]) == ShardStats(shards=0)
 

@@ -1,6 +1,7 @@
 """Torn tails are cut, damage is named, and no rollout that it touches passes for whole."""
 
 import asyncio
+import os
 import shutil
 import tempfile
 import zlib
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry, sample_intent
-from gym_capture.errors import CorruptLogError
+from gym_capture.errors import CorruptLogError, StoreUnavailableError
 from gym_capture.records import Snapshot
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
@@ -366,3 +367,9 @@ def test_frame_inside_a_record_is_not_taken_for_one() -> None:
     segment = bytearray(pack_segment_header(SegmentHeader(2, 1)) + outer)
     segment[SEGMENT_HEADER_BYTES + 5] ^= 1
     assert list(scan_segment(bytes(segment), SegmentHeader(2, 1))) == [Damage(SEGMENT_HEADER_BYTES, len(segment))]
+
+
+def test_a_segment_that_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
+    os.mkfifo(segment_path(tmp_path, 1))
+    with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*not a file"):
+        asyncio.run(LogStore.open(tmp_path))
