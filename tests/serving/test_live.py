@@ -94,12 +94,10 @@ def test_a_client_that_goes_away_frees_the_engine(template: HfChatTemplate, stre
             await _settled(replica)
         snapshot = await replica.state.snapshot()
         assert snapshot.incomplete == ()
-        if stream and n_steps:
-            (entry,) = snapshot.entries
-            assert entry.finish_reason == "abort"
-            assert entry.generation_token_ids.tolist() == [5, 6]
-        else:
-            assert snapshot.entries == ()
+        (entry,) = snapshot.entries
+        assert (entry.finish_reason, entry.delivered) == ("abort", None)
+        assert entry.generation_token_ids.tolist() == [5, 6][:n_steps]
+        assert entry.prompt_token_ids.tolist() == replica.engine.calls[0].prompt_ids.tolist()
 
     asyncio.run(run())
 
