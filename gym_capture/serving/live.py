@@ -25,7 +25,6 @@ from typing import Final, NamedTuple
 from gym_capture.calls import ModelReply, ReplyEvent, TokenLogProb
 from gym_capture.serving.call import CallInFlight
 
-
 _LAST_WORD_S: Final = 0.1
 """An engine that has aborted a call says so within this time; if not, it is asked again."""
 _ABORTS: Final = 10
