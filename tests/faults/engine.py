@@ -180,8 +180,8 @@ class PacedEngine:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(silent_s + self._token_s * chunk.token_ids.size):
                             await aborted.wait()
-                        generating_s = time.monotonic() - began - silent_s
-                        yield _cut(chunk, max(0, int(generating_s / self._token_s)))
+                        generating_s = max(0.0, time.monotonic() - began - silent_s)
+                        yield _cut(chunk, int(generating_s / self._token_s) if self._token_s else None)
                         return
                     silent_s = 0
                     yield chunk
@@ -208,7 +208,7 @@ def _asked(request: ModelRequest) -> str:
     return last.text
 
 
-def _cut(chunk: GenerationChunk, size: int) -> GenerationChunk:
+def _cut(chunk: GenerationChunk, size: int | None) -> GenerationChunk:
     """As much of it as there is when its generation is aborted."""
     return replace(
         chunk,
