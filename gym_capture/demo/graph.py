@@ -38,10 +38,11 @@ _OBJECT_STORE_BYTES: Final = 256 * 2**20
 
 
 @contextmanager
-def private_ray(*, cpus: int, namespace: str) -> Iterator[str]:
+def private_ray(*, cpus: int, namespace: str, ha_proxy: bool = True) -> Iterator[str]:
     """A Ray cluster that ends with the block; this process is its driver. Yields its address.
 
-    `cpus` are logical: they say what may run beside what, not how fast.
+    `cpus` are logical: they say what may run beside what, not how fast. Without `ha_proxy`, Serve's own proxy takes
+    requests.
     """
     # Ray puts sockets below this folder, and a socket's path may have 107 characters.
     session = tempfile.mkdtemp(prefix="gym-capture-ray-")
@@ -53,6 +54,7 @@ def private_ray(*, cpus: int, namespace: str) -> Iterator[str]:
         stats_port=free_port(),
         fallback_port=free_port(),
         replica_ports=(first, first + _REPLICA_PORTS),
+        ha_proxy=ha_proxy,
     )
     os.environ.update(ports)
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"

@@ -8,7 +8,7 @@ An engine also parses its own model's output (`OutputParser`), since the format 
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -67,10 +67,14 @@ class OutputParser(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
-    """One generation under way: iterate `chunks` to the end, or `aclose()` it to abort."""
+    """One generation under way: iterate `chunks` to the end, with `abort()` meanwhile to have it end at once."""
 
     chunks: AsyncGenerator[GenerationChunk]
+    """Closing it aborts, too, but then nobody learns what had been generated."""
     parser: OutputParser
+    abort: Callable[[], Awaitable[None]]
+    """Frees the engine's slot. The last of `chunks` then holds what had been generated beyond those before, with finish
+    reason `abort`. Does nothing for a generation that the engine has not taken yet, or has ended."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling parameters in force, for the record."""
 

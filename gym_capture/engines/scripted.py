@@ -1,8 +1,8 @@
 """An engine that generates what a script says: for tests of dialects, of faults, and of everything around an engine.
 
 Invariant: what the script gives is what is reported - ids, log probabilities, events - with nothing made up, except
-for log probabilities that a step leaves out. It keeps the promises of the seam: streamed or whole, closing the
-iterator aborts, and what was asked of it can be read afterwards (`calls`, `aborted`).
+for log probabilities that a step leaves out. It keeps the promises of the seam: streamed or whole, it can be aborted,
+and what was asked of it can be read afterwards (`calls`, `aborted`).
 
 Flow: `generate` notes the call and asks the script for a `Script` -> its steps come out as chunks, one each when
 streamed, all in one otherwise -> the script ends with a finish reason, an error, or not at all.
@@ -49,7 +49,7 @@ class Script:
     raises: Exception | None = None
     """Raised after the steps, in place of a finish."""
     hangs: bool = False
-    """Nothing comes after the steps, until the iterator is closed."""
+    """Nothing comes after the steps, until the generation is aborted."""
     reports_prompt: bool = True
     """Whether the first chunk says what the prompt was."""
     weight_versions: tuple[WeightSpan, ...] = ()
@@ -66,6 +66,8 @@ class EngineCall:
     max_tokens: int
     stream: bool
 
+
+_NOTHING: Final = Step(token_ids=())
 
 Scripter: TypeAlias = Callable[[EngineCall], Script]
 """Writes the script of a call. What it raises, `generate` raises."""
@@ -115,7 +117,7 @@ class ScriptedEngine:
         self.calls: list[EngineCall] = []
         """Every call, in the order in which they came."""
         self.aborted: list[str] = []
-        """Ids of the calls whose iterator was closed before its end."""
+        """Ids of the calls that were aborted, or whose iterator was closed before its end."""
         self.is_dead = False
         """Set it to make health checks fail."""
         self.is_closed = False
@@ -135,9 +137,15 @@ class ScriptedEngine:
         self.calls.append(call)
         script = self._scripter(call)
         parser = _ScriptedParser()
+        aborted = asyncio.Event()
+
+        async def abort() -> None:
+            aborted.set()
+
         return Generation(
-            chunks=self._chunks(call, script, parser),
+            chunks=self._chunks(call, script, parser, aborted),
             parser=parser,
+            abort=abort,
             sampling={**request.sampling, "max_tokens": max_tokens},
         )
 
@@ -149,7 +157,7 @@ class ScriptedEngine:
         self.is_closed = True
 
     async def _chunks(
-        self, call: EngineCall, script: Script, parser: _ScriptedParser
+        self, call: EngineCall, script: Script, parser: _ScriptedParser, aborted: asyncio.Event
     ) -> AsyncGenerator[GenerationChunk]:
         has_ended = False
         try:
@@ -157,11 +165,19 @@ class ScriptedEngine:
             steps = list(script.steps) if call.stream else [_merged(script.steps)] if finishes else []
             for number, step in enumerate(steps):
                 await asyncio.sleep(0)
+                if aborted.is_set():
+                    yield self._chunk(call, script, _NOTHING, is_first=number == 0, finish_reason="abort")
+                    return
                 parser.expect(_events(step))
                 is_last = finishes and number == len(steps) - 1
-                yield self._chunk(call, script, step, is_first=number == 0, is_last=is_last)
+                reason = script.finish_reason if is_last else None
+                yield self._chunk(call, script, step, is_first=number == 0, finish_reason=reason)
             if script.hangs:
-                await asyncio.get_running_loop().create_future()
+                await aborted.wait()
+                rest = _NOTHING if call.stream else _merged(script.steps)
+                parser.expect(_events(rest))
+                yield self._chunk(call, script, rest, is_first=not steps, finish_reason="abort")
+                return
             has_ended = True
             if script.raises is not None:
                 raise script.raises
@@ -169,7 +185,10 @@ class ScriptedEngine:
             if not has_ended:
                 self.aborted.append(call.call_id)
 
-    def _chunk(self, call: EngineCall, script: Script, step: Step, *, is_first: bool, is_last: bool) -> GenerationChunk:
+    def _chunk(
+        self, call: EngineCall, script: Script, step: Step, *, is_first: bool, finish_reason: str | None
+    ) -> GenerationChunk:
+        is_last = finish_reason is not None
         ids, log_probs = as_ids(np.array(step.token_ids, dtype=np.int32)), _log_probs(step)
         return GenerationChunk(
             token_ids=ids,
@@ -177,7 +196,7 @@ class ScriptedEngine:
             text=step.text,
             prompt_token_ids=call.prompt_ids if is_first and script.reports_prompt else None,
             cached_tokens=script.cached_tokens if is_last else 0,
-            finish_reason=script.finish_reason if is_last else None,
+            finish_reason=finish_reason,
             stop_reason=script.stop_reason if is_last else None,
             weight_versions=script.weight_versions if is_last else (),
             shown_log_probs=None if call.request.top_logprobs is None else self._shown(call.request, ids, log_probs),

@@ -15,8 +15,9 @@ import json
 import subprocess
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -218,8 +219,13 @@ class VllmEngine:
         return Generation(
             chunks=self._chunks(outputs, call_id, request, self._prompt_echo(ids, params), constrained_by),
             parser=output_parser,
+            abort=partial(self._abort, call_id),
             sampling=_recorded_sampling(params),
         )
+
+    async def _abort(self, call_id: str) -> None:
+        with suppress(VllmEngineDeadError):  # whoever iterates learns it
+            await self._llm.abort(call_id)
 
     def _prompt_echo(self, prompt_ids: list[int], params: SamplingParams) -> PromptEcho:
         """vLLM's fast detokenizer repeats a prompt that ends in what is no whole character to it."""

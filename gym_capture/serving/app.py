@@ -3,19 +3,23 @@
 # No `from __future__ import annotations` here: Serve reads the annotation of `args` to validate it.
 
 import inspect
+import logging
 from pathlib import Path
 
 from ray import serve
 from ray.serve import Application
-from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_HAPROXY_BALANCE_ALGORITHM
 from ray.serve.config import RequestRouterConfig
 
 from gym_capture import models
 from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
+from gym_capture.serving.cluster_env import what_proxy_lacks
 from gym_capture.serving.config import GraphArgs
 from gym_capture.serving.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 
 def build_app(args: GraphArgs) -> Application:
@@ -41,7 +45,11 @@ def build_app(args: GraphArgs) -> Application:
         ray_actor_options=args.ray_actor_options or {"num_cpus": 1},
         health_check_timeout_s=60,
     )
-    if not RAY_SERVE_ENABLE_HA_PROXY:
+    if RAY_SERVE_ENABLE_HA_PROXY:
+        lacks = what_proxy_lacks(RAY_SERVE_HAPROXY_BALANCE_ALGORITHM)
+        if lacks is not None:
+            logger.warning(lacks)
+    else:
         # With HAProxy in front, requests reach replicas directly and HAProxy itself hashes the rollout id in the path.
         deployment = deployment.options(
             request_router_config=RequestRouterConfig(

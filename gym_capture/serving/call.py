@@ -351,6 +351,10 @@ class CallInFlight:
         if self._chunks[-1].finish_reason not in ("stop", "length"):
             raise EngineError(f"the engine ended the call: {self._chunks[-1].finish_reason}", call_id=self.call_id)
 
+    async def abort(self) -> None:
+        """Has the engine end the call at once: `events` then raises, with all that was generated at hand for `fail`."""
+        await self._generation.abort()
+
     async def complete(self) -> ModelReply:
         """Commits the record, then says how the call ended."""
         last, turn = self._chunks[-1], self._turn.turn()

@@ -9,14 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+_NO_SPLICING: Final = "no option splice-request"
+
 CLUSTER_ENV: Final[Mapping[str, str]] = {
     # HAProxy in front, straight into the replicas, instead of Serve's Python proxy: a request costs about a fifth.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # One rollout on one replica (it has the KV cache): hash what stands third in /ng-rollout/<id>/..., consistently,
     # so that scaling moves few rollouts. No replica gets more than 1.5 times its share, so that untracked requests,
     # whose third part is always the same, spread too.
+    # Serve writes this value into the `defaults` of HAProxy's configuration, so what does not concern balancing can be
+    # said in it, too: with the splicing that Serve turns on, HAProxy does not see that a client has gone.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": (
-        "hash path,field(3,/)\n    hash-type consistent\n    hash-balance-factor 150"
+        f"hash path,field(3,/)\n    hash-type consistent\n    hash-balance-factor 150\n    {_NO_SPLICING}"
     ),
     # Ray lowers the priority of its workers by default; on a machine that does anything else, the engine then waits.
     "RAY_worker_niceness": "0",
@@ -25,8 +29,20 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
 }
 
 
+def what_proxy_lacks(balance_algorithm: str) -> str | None:
+    """What is wrong with a HAProxy that runs with this `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM`."""
+    if _NO_SPLICING in balance_algorithm:
+        return None
+    return (
+        "HAProxy is in front of this graph (RAY_SERVE_ENABLE_HA_PROXY=1) without the settings that belong to it: many "
+        "clients that leave will not be noticed - their calls are generated to the end for nobody, HAProxy spins on "
+        "their connections - and rollouts do not stay on one replica. Source serve_configs/cluster.env before "
+        f"`ray start` on every node, or have RAY_SERVE_HAPROXY_BALANCE_ALGORITHM say {_NO_SPLICING!r}, too"
+    )
+
+
 def private_cluster_env(
-    *, metrics_port: int, stats_port: int, fallback_port: int, replica_ports: tuple[int, int]
+    *, metrics_port: int, stats_port: int, fallback_port: int, replica_ports: tuple[int, int], ha_proxy: bool = True
 ) -> dict[str, str]:
     """`CLUSTER_ENV` for a cluster beside others on one machine: no port of its own may be one of theirs.
 
@@ -35,6 +51,7 @@ def private_cluster_env(
     """
     return {
         **CLUSTER_ENV,
+        "RAY_SERVE_ENABLE_HA_PROXY": "1" if ha_proxy else "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),

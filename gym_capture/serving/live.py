@@ -1,7 +1,11 @@
 """Calls under way, and who listens to them.
 
-Invariant: a call runs as long as anybody listens, is ended within one turn of the event loop when the last listener
+Invariant: a call runs as long as anybody listens, is aborted within one turn of the event loop when the last listener
 leaves before its generation is over, and its record says if nobody got the whole reply.
+
+A call that is aborted still has the engine's last word: what had been generated until then, none of which a client that
+did not stream has seen. So its record tells what the engine did for nobody. Before the engine has a call there is
+nothing to tell, and no record.
 
 A client library that repeats a request - its connection broke, its patience ended - says so in a header. If the first
 request is still under way, the repetition listens to the same call, from the start: nothing is generated twice, and one
@@ -16,10 +20,14 @@ import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from gym_capture.calls import ModelReply, ReplyEvent, TokenLogProb
 from gym_capture.serving.call import CallInFlight
+
+_LAST_WORD_S: Final = 0.1
+"""An engine that has aborted a call says so within this time; if not, it is asked again."""
+_ABORTS: Final = 10
 
 
 class Piece(NamedTuple):
@@ -66,11 +74,23 @@ class LiveCall:
             return
         if self.begun is None or not self.begun.is_generated:
             self._is_given_up = True
-            self.running.cancel()
+            await self._give_up()
         await asyncio.wait([self.running])
         is_whole = not self.running.cancelled() and self.running.exception() is None
         if is_whole and self.begun is not None and not self._listeners:
             await self.begun.settle(delivered=self._is_delivered)
+
+    async def _give_up(self) -> None:
+        """Ends the call; returns once that is certain."""
+        # Asked more than once: an engine knows nothing of a call that is only on its way to it.
+        for _ in range(_ABORTS):
+            if self.begun is None:
+                break
+            await self.begun.abort()
+            await asyncio.wait([self.running], timeout=_LAST_WORD_S)
+            if self.running.done() or self.begun.is_generated:
+                return
+        self.running.cancel()
 
     async def wait_begun(self, timeout_s: float) -> None:
         """Returns when the call has begun or has failed to, or after that long."""

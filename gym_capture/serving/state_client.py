@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import zlib
 from collections.abc import Sequence
+from contextvars import Context
 from typing import Any, Final, TypeVar, cast
 
 from ray.actor import ActorHandle
@@ -117,7 +118,9 @@ class _Lane:
         return result
 
     def _send(self) -> None:
-        task = asyncio.ensure_future(self._fly())
+        # In no request's context: Ray would take the batch for a part of the request that happened to be there, and
+        # when its client leaves, cancel it, with all that it carries of others.
+        task = asyncio.get_running_loop().create_task(self._fly(), context=Context())
         self._flying.add(task)
         task.add_done_callback(self._landed)
 

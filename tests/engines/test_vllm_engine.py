@@ -17,7 +17,7 @@ import pytest
 
 from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
-from gym_capture.engines.base import GenerationChunk
+from gym_capture.engines.base import Generation, GenerationChunk
 from gym_capture.engines.vllm import VllmEngine
 from gym_capture.errors import EngineDeadError, InvalidRequestError
 from gym_capture.records import as_ids
@@ -204,6 +204,42 @@ def test_no_engine_process_outlives_its_holder() -> None:
     for process in alive:
         process.kill()
     assert alive == []
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_an_aborted_generation_says_what_was_generated(running: Running, stream: bool) -> None:
+    """Even a reply that is not streamed, of which nobody has seen anything."""
+    long = {"request": asking(sampling={"min_tokens": 4000, "ignore_eos": True}), "max_tokens": 4000}
+
+    def generation(*, stream: bool) -> Generation:
+        ids = as_ids(np.array(PROMPT, np.int32))
+        return running.engine.generate(call_id=os.urandom(8).hex(), prompt_ids=ids, stream=stream, **long)
+
+    async def run() -> list[GenerationChunk]:
+        aborted, beside = generation(stream=stream), generation(stream=True)
+
+        async def all_of_it() -> list[GenerationChunk]:
+            return [chunk async for chunk in aborted.chunks]
+
+        reading = asyncio.ensure_future(all_of_it())
+        steps = 0
+        async for _ in beside.chunks:
+            steps += 1
+            if steps == 5:  # the engine runs both together
+                await aborted.abort()
+                chunks = await reading
+                await beside.abort()
+        return chunks
+
+    chunks = running.runner.run(run())
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["abort"]
+    assert (len(chunks) > 1) == stream
+    prompt = chunks[0].prompt_token_ids
+    assert prompt is not None
+    assert prompt.tolist() == PROMPT
+    sizes = [chunk.token_ids.size for chunk in chunks]
+    assert 0 < sum(sizes) < 4000
+    assert [chunk.log_probs.size for chunk in chunks] == sizes
 
 
 def test_ST_08_an_engine_that_dies_is_dead_in_flight_and_later(running: Running) -> None:

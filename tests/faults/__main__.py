@@ -1,4 +1,5 @@
-"""Kills state actors, replicas, HAProxy and whole clusters under load; then asks whether anything was lost.
+"""Kills state actors, replicas, HAProxy and whole clusters under a load of agents, some of whom leave in the middle;
+then asks whether anything was lost.
 
 python -m tests.faults --kills 200 --seed 7        (or: make test-faults ARGS="--kills 200")
 
@@ -64,13 +65,16 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 def _run(home: Path, options: argparse.Namespace, err: Console) -> Report:
     victims = plan(options.kills, options.seed)
     with Household() as household, _Watch(err, len(victims)) as watch:
-        cluster = Cluster(household, home, args=scripted(token_s=_TOKEN_S))
+        running_dir = home / "running"
+        running_dir.mkdir()
+        cluster = Cluster(household, home, args=scripted(token_s=_TOKEN_S, running_dir=str(running_dir)))
 
         async def run() -> Report:
             await cluster.start()
             return await storm(
                 cluster,
                 victims,
+                running_dir=running_dir,
                 seed=options.seed,
                 clients=options.clients,
                 seconds=options.seconds,
@@ -122,7 +126,7 @@ def _explain(report: Report, err: Console) -> None:
     found = report.findings
     kinds = ", ".join(f"{count} x {victim}" for victim, count in report.kills.most_common())
     err.print(f"killed: {kinds}")
-    err.print(f"attempts that failed: {_counts(report.ledger.failures)}")
+    err.print(f"attempts that failed, or were left: {_counts(report.ledger.failures)}")
     err.print(f"{report.ledger.refusals} of them with a status after which client libraries do not ask again")
     err.print(f"{found.calls} calls of {found.rollouts} rollouts in the logs; masked: {_counts(found.masked)}")
     err.print(f"{found.lost_tries} calls were lost that a retry stood in for")

@@ -3,9 +3,9 @@
 Invariant: the ledger holds a call as acknowledged only if its reply came whole, and every id of a call that an agent
 has ever seen. Nothing is forgotten because it failed.
 
-Flow: `Agent.play` asks turn after turn, echoing what it got, in an API and in a way (streamed or whole) that it draws
-anew for each turn -> what fails is asked again, as client libraries do -> a request that gets no answer within its
-deadline, repetitions included, has hung.
+Flow: `Agent.play_until` asks turn after turn, echoing what it got, in an API and in a way (streamed or whole) that it
+draws anew for each turn -> what fails is asked again, as client libraries do -> a request that gets no answer within
+its deadline, repetitions included, has hung. An impatient agent leaves some requests in the middle, and asks again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -25,6 +25,12 @@ from tests.faults.engine import question
 
 RETRIED: Final = frozenset((408, 409, 429, 500, 502, 503, 504, 529))
 """Statuses after which client libraries ask again."""
+LEFT: Final = "left in the middle"
+"""How the ledger counts attempts that their agents did not wait for."""
+_LEFT: Final = 0.4
+"""Share of an impatient agent's attempts."""
+_PATIENCE_S: Final = (0.01, 1.0)
+"""Before the first byte, in the middle, and sometimes too late."""
 _BACKOFF_S: Final = (0.1, 0.25, 0.5, 1.0)
 
 
@@ -95,6 +101,7 @@ class Agent:
         http: httpx.AsyncClient,
         seed: int,
         deadline_s: float,
+        is_impatient: bool = False,
     ) -> None:
         self._name = name
         self._ledger = ledger
@@ -102,15 +109,17 @@ class Agent:
         self._http = http
         self._rng = random.Random(f"{seed} {name}")
         self._deadline_s = deadline_s
+        self._is_impatient = is_impatient
 
     async def play_until(self, stop: asyncio.Event) -> None:
         """Plays until told to stop; the rollout that is under way then is played to its end."""
         for number in itertools.count():
             if stop.is_set():
                 return
-            await self._play(f"{self._name}-{number}")
+            await self.play(f"{self._name}-{number}")
 
-    async def _play(self, rollout_id: str) -> None:
+    async def play(self, rollout_id: str) -> None:
+        """One rollout."""
         played = self._ledger.rollouts.setdefault(rollout_id, Played(rollout_id))
         for number in range(self._rng.randint(2, 6)):
             asked = question(f"{rollout_id}, turn {number}", words=self._rng.randint(4, 40))
@@ -131,7 +140,7 @@ class Agent:
                         wait_s = _BACKOFF_S[min(attempt, len(_BACKOFF_S)) - 1]
                         await asyncio.sleep(wait_s * self._rng.uniform(0.5, 1.0))
                     try:
-                        call_id, text = await self._attempt(played, api, body, attempt)
+                        call_id, text = await self._for_a_while(self._attempt(played, api, body, attempt))
                     except NotWholeError as failure:
                         self._ledger.failures[str(failure)] += 1
                     except httpx.TransportError as error:
@@ -141,6 +150,15 @@ class Agent:
         except TimeoutError:
             self._ledger.hung += 1
         return None
+
+    async def _for_a_while(self, attempt: Awaitable[tuple[str, str]]) -> tuple[str, str]:
+        """The attempt's outcome, unless patience ends first."""
+        leaves = self._is_impatient and self._rng.random() < _LEFT
+        try:
+            async with asyncio.timeout(self._rng.uniform(*_PATIENCE_S) if leaves else None):
+                return await attempt
+        except TimeoutError:
+            raise NotWholeError(LEFT) from None
 
     async def _attempt(self, played: Played, api: Api, body: Mapping[str, object], attempt: int) -> tuple[str, str]:
         request = self._http.stream(

@@ -102,6 +102,22 @@ class Messages(Api):
         return str(event["delta"]["text"]) if event["type"] == "content_block_delta" else ""
 
 
+class Completions(Api):
+    """Has no conversation: nothing goes on from anything."""
+
+    path = "completions"
+    ends = "[DONE]"
+
+    def body(self, history: Sequence[Exchange], asked: str) -> dict[str, Any]:
+        return {"model": "policy", "prompt": asked}
+
+    def text(self, reply: dict[str, Any]) -> str:
+        return str(reply["choices"][0]["text"])
+
+    def delta(self, event: dict[str, Any]) -> str:
+        return "".join(choice["text"] for choice in event["choices"])
+
+
 APIS: Final[Sequence[Api]] = (Chat(), Responses(), Messages())
 
 

@@ -24,6 +24,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import psutil
 import yaml
 
@@ -55,11 +56,28 @@ def scripted(**engine_args: Any) -> dict[str, Any]:
     }
 
 
+def replica_urls(cluster: Cluster) -> list[str]:
+    """Where the replicas themselves take requests, behind HAProxy's back."""
+    urls = []
+    for process in cluster.processes("ray::ServeReplica:"):
+        for connection in process.net_connections("tcp"):
+            url = f"http://127.0.0.1:{connection.laddr.port}"
+            if connection.status == psutil.CONN_LISTEN and _answers(url):
+                urls.append(url)
+    return urls
+
+
+def _answers(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/healthz", trust_env=False, timeout=5).status_code == 200
+    return False
+
+
 class Cluster:
     """One cluster after the other on the same logs. The household must be left for the last one to end."""
 
-    def __init__(self, household: Household, home: Path, *, args: Mapping[str, Any]) -> None:
-        """`args` of the graph, on top of those of the demo."""
+    def __init__(self, household: Household, home: Path, *, args: Mapping[str, Any], ha_proxy: bool = True) -> None:
+        """`args` of the graph, on top of those of the demo. Without `ha_proxy`, Serve's own proxy is in front."""
         self.home = home
         self.url = ""
         """Where the graph is served now; every cluster has ports of its own."""
@@ -67,6 +85,7 @@ class Cluster:
         self._child: Child | None = None
         self._not_mine = frozenset(psutil.Process().children())
         (home / "args.json").write_text(json.dumps(args))
+        (home / "ha_proxy.json").write_text(json.dumps(ha_proxy))
 
     @property
     def records(self) -> list[Path]:
@@ -132,10 +151,11 @@ def serve_until_told(home: Path) -> None:
         "state": {"shards": SHARDS, "namespace": NAMESPACE, "directory": str(home / "records")},
         **json.loads((home / "args.json").read_text()),
     }
+    ha_proxy: bool = json.loads((home / "ha_proxy.json").read_text())
     base = yaml.safe_load(_CPU_DEMO.read_text(encoding="utf-8"))
     with (
         Household() as household,
-        private_ray(cpus=2 * REPLICAS, namespace=NAMESPACE) as address,
+        private_ray(cpus=2 * REPLICAS, namespace=NAMESPACE, ha_proxy=ha_proxy) as address,
         served_graph(
             household, base=base, args=args, address=address, directory=home / "serve", on_wait=lambda _: None
         ) as url,

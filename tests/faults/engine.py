@@ -9,14 +9,18 @@ The ids are not those into which the text would be tokenized again: a graph that
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import re
+import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
+
+import psutil
 
 from gym_capture.calls import ModelRequest
 from gym_capture.conversation import Message
@@ -42,12 +46,21 @@ _WORDS: Final = (
     "kelp",
     "loch",
 )
+_BETWEEN: Final = "\t"
+_SILENT: Final = re.compile(r"\bwait (\d+) s\b")
 _ASKED: Final = re.compile(r"\bin (\d+) words\b")
 
 
-def question(name: str, *, words: int) -> str:
-    """A question that is answered in so many words."""
-    return f"{name}: answer in {words} words."
+def running(directory: Path) -> list[str]:
+    """What engines are asked that generate now. A replica that was killed generates nothing, whatever it has left."""
+    files = [file.split(_BETWEEN) for file in os.listdir(directory)]
+    alive = {process for process in {process for process, *_ in files} if psutil.pid_exists(int(process))}
+    return [name for process, name, _ in files if process in alive]
+
+
+def question(name: str, *, words: int, silent_s: int = 0) -> str:
+    """A question that is answered in so many words, after so long a silence."""
+    return f"{name}: {f'wait {silent_s} s and ' if silent_s else ''}answer in {words} words."
 
 
 def answer(asked: str, call_id: str) -> str:
@@ -100,7 +113,7 @@ def start(
     reasoning_parser: str | None,
     engine_args: Mapping[str, Any],
 ) -> Engine:
-    """The engine of a replica. `engine_args`: `token_s`, and `running_dir` if its generations shall be counted."""
+    """The engine of a replica. `engine_args`: `token_s`, and `running_dir` if it shall be known what it generates."""
     running_dir = engine_args.get("running_dir")
     template = HfChatTemplate.from_model_dir(Path(model))
     return PacedEngine(
@@ -114,7 +127,9 @@ def start(
 class PacedEngine:
     """A scripted engine that takes its time, so that faults hit it in the middle of a reply.
 
-    running_dir: holds a file for each generation that is under way, in all replicas.
+    A reply that is not streamed takes as long as one that is, and is as far as that one when it is aborted.
+
+    running_dir: holds a file for each generation that is under way, in all replicas; `running` reads it.
     """
 
     def __init__(self, template: ChatTemplate, *, name: str, token_s: float, running_dir: Path | None) -> None:
@@ -137,7 +152,12 @@ class PacedEngine:
         generation = self._scripted.generate(
             call_id=call_id, prompt_ids=prompt_ids, request=request, max_tokens=max_tokens, stream=stream
         )
-        return replace(generation, chunks=self._paced(generation.chunks))
+        aborted = asyncio.Event()
+
+        async def abort() -> None:
+            aborted.set()
+
+        return replace(generation, chunks=self._paced(generation.chunks, _asked(request), aborted), abort=abort)
 
     async def check_health(self) -> None:
         await self._scripted.check_health()
@@ -146,25 +166,54 @@ class PacedEngine:
         await self._scripted.close()
 
     def _script(self, call: EngineCall) -> Script:
-        asked = call.request.conversation.items[-1]
-        assert isinstance(asked, Message)
-        return Script(steps=self._voice.steps(asked.text, call.call_id))
+        return Script(steps=self._voice.steps(_asked(call.request), call.call_id))
 
-    async def _paced(self, chunks: AsyncGenerator[GenerationChunk]) -> AsyncGenerator[GenerationChunk]:
-        with self._running():
+    async def _paced(
+        self, chunks: AsyncGenerator[GenerationChunk], asked: str, aborted: asyncio.Event
+    ) -> AsyncGenerator[GenerationChunk]:
+        silent = _SILENT.search(asked)
+        silent_s = 0 if silent is None else int(silent[1])
+        with self._running(asked):
             async with aclosing(chunks):
                 async for chunk in chunks:
-                    await asyncio.sleep(self._token_s * chunk.token_ids.size)
+                    began = time.monotonic()
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(silent_s + self._token_s * chunk.token_ids.size):
+                            await aborted.wait()
+                        generating_s = max(0.0, time.monotonic() - began - silent_s)
+                        yield _cut(chunk, int(generating_s / self._token_s) if self._token_s else None)
+                        return
+                    silent_s = 0
                     yield chunk
 
     @contextmanager
-    def _running(self) -> Iterator[None]:
+    def _running(self, asked: str) -> Iterator[None]:
         if self._running_dir is None:
             yield
             return
-        file = self._running_dir / uuid.uuid4().hex
+        name = asked.partition(":")[0]
+        file = self._running_dir / _BETWEEN.join((str(os.getpid()), name, uuid.uuid4().hex))
         file.touch()
         try:
             yield
         finally:
             file.unlink()
+
+
+def _asked(request: ModelRequest) -> str:
+    if request.raw_prompt is not None:
+        return request.raw_prompt
+    last = request.conversation.items[-1]
+    assert isinstance(last, Message)
+    return last.text
+
+
+def _cut(chunk: GenerationChunk, size: int | None) -> GenerationChunk:
+    """As much of it as there is when its generation is aborted."""
+    return replace(
+        chunk,
+        token_ids=chunk.token_ids[:size],
+        log_probs=chunk.log_probs[:size],
+        text="",
+        finish_reason="abort",
+    )

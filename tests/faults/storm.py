@@ -2,7 +2,8 @@
 
 Invariant: what is reported is what agents were told, compared with what the logs hold once it is quiet again.
 
-Flow: agents play -> the killer kills -> it is quiet: the logs are audited -> the last echo of rollouts is sent once
+Flow: agents play, the impatient among them leave in the middle and ask again -> the killer kills -> it is quiet: no
+engine works for anybody, and the logs are audited -> the last echo of rollouts is sent once
 before and once after a restart of the state, and both times it must continue the same call.
 """
 
@@ -11,7 +12,9 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -22,10 +25,13 @@ from gym_capture.records import Continues
 from tests.faults.agents import Agent, Ledger, Played, Turn
 from tests.faults.audit import Findings, audit, read
 from tests.faults.cluster import Cluster
-from tests.faults.engine import Voice, question
+from tests.faults.engine import Voice, question, running
 from tests.faults.killer import Killer, Victim
 
+_IMPATIENT: Final = 3
+"""One agent of so many."""
 _PROBED: Final = 100
+_QUIET_WITHIN_S: Final = 10.0
 
 
 @dataclass(slots=True)
@@ -55,18 +61,27 @@ async def storm(
     cluster: Cluster,
     victims: Sequence[Victim],
     *,
+    running_dir: Path,
     seed: int,
     clients: int,
     seconds: float,
     deadline_s: float,
     on_kill: Callable[[Victim, int, Ledger], None],
 ) -> Report:
-    """Runs one over a cluster that serves, and leaves it serving."""
+    """Runs one over a cluster that serves, and leaves it serving. `running_dir`: that of its engines."""
     ledger = Ledger()
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=clients)
     async with httpx.AsyncClient(trust_env=False, timeout=None, limits=limits) as http:
         agents = [
-            Agent(f"s{seed}-a{n}", ledger, url=lambda: cluster.url, http=http, seed=seed, deadline_s=deadline_s)
+            Agent(
+                f"s{seed}-a{n}",
+                ledger,
+                url=lambda: cluster.url,
+                http=http,
+                seed=seed,
+                deadline_s=deadline_s,
+                is_impatient=n % _IMPATIENT == 1,
+            )
             for n in range(clients)
         ]
         killer = Killer(cluster, http, seed=seed)
@@ -78,9 +93,11 @@ async def storm(
                 await killer.run(victims, seconds=seconds, on_kill=lambda victim, kills: on_kill(victim, kills, ledger))
             finally:
                 stop.set()
+        left_running = await _quiet(running_dir)
         voice = Voice(HfChatTemplate.from_model_dir(tiny_dir()))
         findings = await asyncio.to_thread(lambda: audit(read(cluster.records), ledger, voice))
         report = Report(killer.kills.copy(), ledger, findings, probed=0)
+        report.wrong += [f"{asked} is generated for nobody" for asked in left_running]
         probed = [played for played in ledger.rollouts.values() if played.is_over][-_PROBED:]
         before = await _probe(agents, probed)
         for _ in cluster.records:
@@ -90,6 +107,17 @@ async def storm(
     report.probed = len(probed)
     report.wrong += _not_the_same(cluster, probed, before, after)
     return report
+
+
+async def _quiet(running_dir: Path) -> list[str]:
+    """What engines still generate when everybody has gone."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_QUIET_WITHIN_S):
+            while True:
+                if not running(running_dir):
+                    break
+                await asyncio.sleep(0.1)
+    return running(running_dir)
 
 
 async def _probe(agents: Sequence[Agent], probed: Sequence[Played]) -> list[Turn | None]:

@@ -17,34 +17,20 @@ from pathlib import Path
 import httpx
 import psutil
 
+from gym_capture.engines.hf_template import HfChatTemplate
+from gym_capture.models import tiny_dir
 from gym_capture.records import Continues
-from tests.faults.agents import Agent, Ledger, Played
+from tests.faults.agents import LEFT, Agent, Ledger, Played
 from tests.faults.apis import APIS
-from tests.faults.audit import read
-from tests.faults.cluster import REPLICAS, Cluster
-from tests.faults.engine import question
+from tests.faults.audit import audit, read
+from tests.faults.cluster import REPLICAS, Cluster, replica_urls
+from tests.faults.engine import Voice, question, running
 from tests.faults.killer import Victim
+from tests.faults.leaving import Leaving, Seen, ways
 from tests.faults.storm import storm
 from tests.serving.replica import until
 
 LEAVING = 200
-
-
-def replica_urls(cluster: Cluster) -> list[str]:
-    """Where the replicas themselves take requests, behind HAProxy's back."""
-    urls = []
-    for process in cluster.processes("ray::ServeReplica:"):
-        for connection in process.net_connections("tcp"):
-            url = f"http://127.0.0.1:{connection.laddr.port}"
-            if connection.status == psutil.CONN_LISTEN and answers(url):
-                urls.append(url)
-    return urls
-
-
-def answers(url: str) -> bool:
-    with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/healthz", trust_env=False, timeout=5).status_code == 200
-    return False
 
 
 def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_ids(cluster: Cluster) -> None:
@@ -89,22 +75,73 @@ def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, r
                     leaving.create_task(leave(http, number))
                 for _ in range(LEAVING):
                     await arrived.acquire()
-                assert os.listdir(running_dir)
+                assert running(running_dir)
                 may_leave.set()
             async with asyncio.timeout(10):
-                await until(lambda: not os.listdir(running_dir))
+                await until(lambda: not running(running_dir))
 
     asyncio.run(run())
     snapshots = read(cluster.records).snapshots
     for number in range(LEAVING):
         entries = snapshots[f"leaves-{number}"].entries
-        assert [entry.finish_reason for entry in entries] in ([], ["abort"])
+        assert [entry.finish_reason for entry in entries] == ["abort"]
 
 
-def test_nothing_acknowledged_is_lost_whatever_is_killed(cluster: Cluster) -> None:
+def test_SF_01_clients_that_leave_are_noticed_in_every_way_of_asking(cluster: Cluster, running_dir: Path) -> None:
+    async def run() -> Seen:
+        leaving = Leaving(cluster, running_dir)
+        seen = await leaving.all_leave(cluster.url, list(ways()))
+        await leaving.watch_idle(seen, idle_s=1.0)
+        return seen
+
+    seen = asyncio.run(run())
+    assert seen.missed == []
+    assert len(seen.noticed_s) == len(list(ways()))
+
+
+def test_SF_01_agents_that_leave_and_ask_again_lose_no_rollout(cluster: Cluster, running_dir: Path) -> None:
+    """Nothing is killed, so what became of each reply is known; hardly of one on its way to an agent that leaves."""
+    ledger = Ledger()
+
+    async def play(http: httpx.AsyncClient, number: int) -> None:
+        agent = Agent(
+            f"leaver-{number}",
+            ledger,
+            url=lambda: cluster.url,
+            http=http,
+            seed=number,
+            deadline_s=60,
+            is_impatient=True,
+        )
+        await agent.play(f"impatient-{number}")
+
+    async def run() -> None:
+        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
+            await asyncio.gather(*(play(http, number) for number in range(12)))
+        await until(lambda: not running(running_dir))
+
+    asyncio.run(run())
+    assert ledger.failures[LEFT] > 6
+    voice = Voice(HfChatTemplate.from_model_dir(tiny_dir()))
+    findings = audit(read(cluster.records), ledger, voice)
+    assert findings.all() == []
+    assert (ledger.hung, set(ledger.failures)) == (0, {LEFT})
+    assert findings.masked.total() <= findings.masked["unresolved_retries"] <= 1
+
+
+def test_nothing_acknowledged_is_lost_whatever_is_killed(cluster: Cluster, running_dir: Path) -> None:
     victims = [Victim.STATE, Victim.REPLICA, Victim.STATE, Victim.PROXY, Victim.CLUSTER, Victim.STATE]
     report = asyncio.run(
-        storm(cluster, victims, seed=3, clients=4, seconds=300, deadline_s=240, on_kill=lambda *_: None)
+        storm(
+            cluster,
+            victims,
+            running_dir=running_dir,
+            seed=3,
+            clients=4,
+            seconds=300,
+            deadline_s=240,
+            on_kill=lambda *_: None,
+        )
     )
     assert [*report.findings.all(), *report.wrong] == []
     assert (report.ledger.hung, report.kills.total()) == (0, len(victims))

@@ -6,15 +6,20 @@ import asyncio
 import json
 import socket
 import struct
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import httpx
 import pytest
 
 from gym_capture.builder import build
+from gym_capture.engines.base import Generation
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, in_order, saying
 from gym_capture.errors import EngineError, StoreUnavailableError
+from gym_capture.records import CallIntent
+from gym_capture.serving.state import Begun
 from tests.serving.replica import (
     STOP,
     USER,
@@ -94,12 +99,73 @@ def test_a_client_that_goes_away_frees_the_engine(template: HfChatTemplate, stre
             await _settled(replica)
         snapshot = await replica.state.snapshot()
         assert snapshot.incomplete == ()
-        if stream and n_steps:
-            (entry,) = snapshot.entries
-            assert entry.finish_reason == "abort"
-            assert entry.generation_token_ids.tolist() == [5, 6]
-        else:
-            assert snapshot.entries == ()
+        (entry,) = snapshot.entries
+        assert (entry.finish_reason, entry.delivered) == ("abort", None)
+        assert entry.generation_token_ids.tolist() == [5, 6][:n_steps]
+        assert entry.prompt_token_ids.tolist() == replica.engine.calls[0].prompt_ids.tolist()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("deaf_to", [2, 1_000], ids=["late", "deaf"])
+def test_an_engine_that_does_not_hear_is_asked_again_and_then_cut_off(
+    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch, deaf_to: int
+) -> None:
+    """An engine knows nothing of a call that is only on its way to it."""
+
+    async def run() -> None:
+        replica = Replica(template, lambda _: hanging("He"))
+        generate, asked = replica.engine.generate, 0
+
+        def generate_deaf(**request: Any) -> Generation:
+            generation = generate(**request)
+
+            async def abort() -> None:
+                nonlocal asked
+                asked += 1
+                if asked > deaf_to:
+                    await generation.abort()
+
+            return replace(generation, abort=abort)
+
+        monkeypatch.setattr(replica.engine, "generate", generate_deaf)
+        async with listening(replica.app) as client:
+            asking = asyncio.ensure_future(ask(client))
+            await until(lambda: len(replica.engine.calls) == 1)
+            asking.cancel()
+            await until(lambda: len(replica.engine.aborted) == 1)
+            await _settled(replica)
+        entries = await replica.state.entries()
+        assert [entry.finish_reason for entry in entries] == (["abort"] if deaf_to == 2 else [])
+        assert asked > 2
+
+    asyncio.run(run())
+
+
+def test_a_client_that_goes_away_before_the_engine_has_its_call_leaves_nothing(
+    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, lambda _: hanging())
+        begin, begins, may_begin = replica.state.begin, asyncio.Event(), asyncio.Event()
+
+        async def slow(intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
+            begun = await begin(intent, turn_keys)
+            begins.set()
+            await may_begin.wait()
+            return begun
+
+        monkeypatch.setattr(replica.state, "begin", slow)
+        async with listening(replica.app) as client:
+            asking = asyncio.ensure_future(ask(client))
+            await begins.wait()
+            assert (await replica.state.snapshot()).incomplete
+            asking.cancel()
+            await asyncio.wait([asking])
+            await asyncio.sleep(0.05)  # lets the server see it; if it has not, the call ends as aborted
+            may_begin.set()
+            await _settled(replica)
+        assert all(entry.finish_reason == "abort" for entry in await replica.state.entries())
 
     asyncio.run(run())
 

@@ -1,8 +1,10 @@
-"""A client whose actors cannot be asked."""
+"""How a client asks its actors, and what it says of those that cannot be asked."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from contextvars import ContextVar
 from typing import Any, cast
 
 import pytest
@@ -39,6 +41,45 @@ def test_nobody_waits_for_an_actor_that_cannot_be_asked() -> None:
         for answer in answers:
             assert isinstance(answer, StoreUnavailableError)
             assert "Ray has not been started yet" in answer.message
+
+    asyncio.run(run())
+
+
+REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
+
+
+class Watched:
+    """A handle that notes in which request's context it is called."""
+
+    def __init__(self) -> None:
+        self.called_in: list[str] = []
+        self.batch = self
+
+    def remote(self, calls: Sequence[object]) -> asyncio.Future[list[None]]:
+        self.called_in.append(REQUEST.get())
+        answer: asyncio.Future[list[None]] = asyncio.get_running_loop().create_future()
+        asyncio.get_running_loop().call_soon(answer.set_result, [None] * len(calls))
+        return answer
+
+
+def test_a_batch_is_no_part_of_the_request_that_sends_it() -> None:
+    """Ray cancels what a request has called when its client leaves; a batch carries the calls of others, too."""
+
+    async def run() -> None:
+        shard = Watched()
+        state = StateClient([cast(ActorHandle[Any], shard)])
+
+        async def call(request: str) -> None:
+            REQUEST.set(request)
+            for _ in range(int(request)):  # so that they do not all leave together
+                await asyncio.sleep(0)
+            await state.mark_incomplete("r", request, epoch=0)
+
+        async with asyncio.TaskGroup() as requests:
+            for number in range(1, 9):
+                requests.create_task(call(str(number)))
+        assert len(shard.called_in) > 2
+        assert set(shard.called_in) == {"none"}
 
     asyncio.run(run())
 
