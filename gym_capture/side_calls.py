@@ -23,7 +23,10 @@ class SideCallRules:
     """How side calls are told from the task's own."""
 
     model_patterns: tuple[str, ...] = ()
-    """Requested models that are always side calls: shell patterns such as `*-haiku-*`, case-sensitive."""
+    """Requested models that are always side calls: shell patterns such as `*-haiku-*`, case-sensitive.
+
+    Where nobody noted what was asked for, they look at the model that generated.
+    """
     self_calibrate: bool = True
     """Whether requested models other than the one that generated most are side calls."""
     probe_max_tokens: int = 1
@@ -34,7 +37,8 @@ class SideCallRules:
         limit = entry.asked_max_tokens
         if limit is not None and 1 <= limit <= self.probe_max_tokens:
             return True
-        return any(fnmatchcase(entry.requested_model, pattern) for pattern in self.model_patterns)
+        asked = entry.requested_model or entry.model
+        return any(fnmatchcase(asked, pattern) for pattern in self.model_patterns)
 
 
 def side_calls(entries: Sequence[TokenEntry], rules: SideCallRules) -> frozenset[int]:

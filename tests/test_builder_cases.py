@@ -13,15 +13,13 @@ from tests.calls import ALL_CHAINS, call, excluded, only, rows, snapshot
 
 
 def test_BD_01_the_longest_open_chain_continues() -> None:
-    built = build(
-        snapshot(
-            call("c1", [11, 12], [13, 14]),
-            call("c2", [11, 12, 13, 14, 15], [16]),
-            call("c3", [11, 12], [13, 14, 15, 16, 17]),
-            call("c4", [11, 12, 13, 14, 15, 16, 17, 18], [19]),
-        ),
-        ALL_CHAINS,
+    entries = (
+        call("c1", [11, 12], [13, 14]),
+        call("c2", [11, 12, 13, 14, 15], [16]),
+        call("c3", [11, 12], [13, 14, 15, 16, 17]),
+        call("c4", [11, 12, 13, 14, 15, 16, 17, 18], [19]),
     )
+    built = build(snapshot(*entries), ALL_CHAINS)
     assert rows(built) == [
         {
             "calls": ["c1", "c2"],
@@ -38,6 +36,10 @@ def test_BD_01_the_longest_open_chain_continues() -> None:
     ]
     assert not built.masked
     assert built.trajectories[0].call_ids == ("c3", "c4"), "the chain that generated most comes first"
+
+    beside = call("x", [91, 92, 93, 94], [95, 96, 97, 98], parent=Root())
+    with_another = build(snapshot(*entries, beside), ALL_CHAINS)
+    assert rows(with_another)[:2] == rows(built), "also where a conversation beside it has the likelier length"
 
 
 def test_BD_03_interleaved_sub_agent_calls_stay_two_chains() -> None:

@@ -5,20 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.builder import ExcludedCall, build
 from gym_capture.codec import decode_intent, decode_snapshot, encode_intent, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import open_files, rollout_row
-from gym_capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.rollout_state import Begun, Committed, DeliveryKnown, Event, RolloutState
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
@@ -158,6 +158,70 @@ def test_the_order_of_events_changes_nothing(intents: list[CallIntent], random: 
         LostCall(model_call_id="lost", retries=("a",), answers=(key("said a"),)),
         LostCall(model_call_id="lost-2", retries=("b",), answers=()),
     )
+
+
+@dataclass
+class Sampled:
+    """A call as it was, whatever became of its record."""
+
+    intent: CallIntent
+    entry: TokenEntry
+
+
+@st.composite
+def conversations(draw: st.DrawFn) -> list[Sampled]:
+    """A rollout in which requests are tried, sampled twice and gone on from in any way. Every reply is another one."""
+    calls: list[Sampled] = []
+    for number in range(draw(st.integers(1, 8))):
+        name = f"c{number}"
+        before = draw(st.sampled_from([None, *calls]))
+        again = draw(st.sampled_from([None, *calls]))
+        if again is not None:
+            body = draw(st.sampled_from([again.intent.request_digest, f"another body {number}"]))
+            intent = replace(again.intent, model_call_id=name, request_digest=body)
+            prompt, parent = again.entry.prompt_token_ids.tolist(), again.entry.parent
+        elif before is not None:
+            answer = before.entry.turn_key or ""
+            intent = replace(A, model_call_id=name, request_key=key(f"asks {number}"), request_digest=name)
+            intent = replace(intent, asked_key=before.intent.request_key, answer_key=answer)
+            prompt, parent = [*before.entry.cumulative_ids().tolist(), 7], Continues(*_end(before.entry))
+        else:
+            intent = replace(A, model_call_id=name, request_key=key(f"asks {number}"), request_digest=name)
+            prompt, parent = [1, number + 2], Root()
+        delivered = draw(st.sampled_from([None, True, False]))
+        entry = call(
+            name, prompt, [100 + number, 9], parent=parent, turn_key=key(f"said {number}"), delivered=delivered
+        )
+        calls.append(Sampled(intent, entry))
+    return calls
+
+
+def _end(entry: TokenEntry) -> tuple[str, int]:
+    return entry.model_call_id, entry.cum_len
+
+
+@given(conversations(), st.data())
+@settings(deadline=None)
+def test_a_lost_call_masks_nothing_only_where_its_record_would_have_changed_nothing(
+    calls: list[Sampled], data: st.DataObject
+) -> None:
+    lost = data.draw(st.sampled_from(calls))
+    name = lost.entry.model_call_id
+    intents = [each.intent for each in calls]
+    # What went on from the lost call is recorded as a server would: with what it said as text.
+    known = [each.entry for each in calls if each is not lost]
+    recorded = tuple(
+        replace(entry, parent=Unresolved("no_match")) if entry.parent == Continues(*_end(lost.entry)) else entry
+        for entry in known
+    )
+    without = build(frozen(*intents, entries=recorded), ALL_CHAINS)
+    if f"dangling_intent:{name}" in without.mask_reasons:
+        assert without.counts.lost_tries == 0
+        return
+    whole = build(frozen(*intents, entries=(*known, replace(lost.entry, delivered=None))), ALL_CHAINS)
+    assert rows(without) == rows(whole)
+    assert without.mask_reasons == whole.mask_reasons
+    assert excluded(whole)[name] in ("retry_orphan", "unresolved_retries")
 
 
 # --- as bytes and files ------------------------------------------------------------------------------------------

@@ -63,6 +63,8 @@ def test_patterns_come_before_calibration() -> None:
     entries = [call("vendor-small-3", 9), call("vendor-large-3", 5), call("other", 1)]
     assert side_calls(entries, SideCallRules(model_patterns=("*-small-*",))) == {0, 2}
     assert side_calls(entries, SideCallRules(model_patterns=("*-SMALL-*",), self_calibrate=False)) == set()
+    unnamed = [call("", 9, model="vendor-small-3"), call("", 5)]
+    assert side_calls(unnamed, SideCallRules(model_patterns=("*-small-*",))) == {0}
 
 
 def test_each_rule_can_be_turned_off() -> None:

@@ -94,6 +94,10 @@ def test_SP_09_parent_ids_that_hold_turn_ends_from_elsewhere_are_not_searched() 
     request = Conversation((opening, ANSWER, MORE))
     result = spliced(splice(WordTemplate(chatml), request, turn=0, parent_ids=parent_ids))
     assert result.ids.tolist() == [*parent_ids.tolist(), *NEXT]
+    cut_short = parent_ids[:-1]
+    result = spliced(splice(WordTemplate(chatml), request, turn=0, parent_ids=cut_short))
+    assert result.ids.tolist() == [*cut_short.tolist(), 9, *NEXT], "no end of another turn closes this one"
+    assert result.added_close == 1
 
 
 def test_SP_10_images_are_refused_before_there_is_anything_to_splice() -> None:

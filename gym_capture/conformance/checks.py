@@ -133,14 +133,14 @@ async def dangling_intent_is_incomplete(store: Store) -> None:
 
 async def lost_calls_are_not_guessed(store: Store) -> None:
     """Of an intent without an entry, the snapshot says what the other intents show of it - or nothing."""
-    keys = {name: f"{number:032x}" for number, name in enumerate(("request", "answer", "next"), start=1)}
-    asked = replace(sample_intent("r", "lost"), request_key=keys["request"])
-    after = {"request_key": keys["next"], "asked_key": keys["request"], "answer_key": keys["answer"]}
-    for intent in (asked, replace(asked, model_call_id="try"), replace(sample_intent("r", "next"), **after)):
+    request, answer = "1" * 32, "2" * 32
+    asked = replace(sample_intent("r", "lost"), request_key=request)
+    after = replace(sample_intent("r", "next"), request_key="3" * 32, asked_key=request, answer_key=answer)
+    for intent in (asked, replace(asked, model_call_id="try"), after):
         epoch = await store.begin_call(intent)
     for call_id in ("try", "next"):
         await store.put(sample_entry("r", call_id), epoch=epoch)
-    shown = LostCall(model_call_id="lost", retries=("try",), answers=(keys["answer"],))
+    shown = LostCall(model_call_id="lost", retries=("try",), answers=(answer,))
     found = (await store.freeze("r")).lost_calls
     expect(found in ((), (shown,)), f"lost calls: got {found!r}, expected {shown!r} or nothing")
 

@@ -241,6 +241,13 @@ def test_a_limit_that_nobody_asked_for_is_not_recorded_as_asked_for(template: Hf
     asyncio.run(run())
 
 
+def has_numbers(value: object) -> bool:
+    """Whether there is a list of numbers anywhere in it."""
+    if isinstance(value, dict):
+        return any(map(has_numbers, value.values()))
+    return isinstance(value, list) and any(isinstance(each, int | float) or has_numbers(each) for each in value)
+
+
 def test_CP_07_no_ids_reach_a_client(template: HfChatTemplate) -> None:
     async def run() -> None:
         replica = Replica(template, says(template, "secret", "secret"))
@@ -249,6 +256,9 @@ def test_CP_07_no_ids_reach_a_client(template: HfChatTemplate) -> None:
         for text in (streamed.text, whole.text):
             assert "token_ids" not in text
             assert "log_probs" not in text
+        assert not any(map(has_numbers, [*events(streamed), whole.json()])), "under whatever name"
+        headers = {"content-type", "content-length", "request-id", "cache-control", "x-accel-buffering"}
+        assert {*streamed.headers, *whole.headers} <= headers
         assert len(await replica.state.entries()) == 2
 
     asyncio.run(run())
