@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -12,7 +17,9 @@ import pytest
 
 from gym_capture import cli
 from gym_capture.builder import BuildOptions
+from gym_capture.data import directory
 from gym_capture.data.directory import build_directory
+from gym_capture.data.requests import read_requests
 from gym_capture.data.schema import SCHEMA, check_schema
 
 
@@ -129,18 +136,19 @@ def test_rewards_come_from_a_list_of_rollouts(
     assert "cut off" in capsys.readouterr().err
 
 
-def test_any_number_of_workers_writes_the_same_files(tmp_path: Path) -> None:
+def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(directory, "_ROLLOUTS_PER_PART", 64)
     captures = tmp_path / "captures"
     captures.mkdir()
-    for number in range(1_070):
-        write_rollout(captures, f"r{number:04}", first=number)
+    for number in range(70):
+        write_rollout(captures, f"r{number:02}", first=number)
     done: list[tuple[int, int]] = []
     alone = build_directory(captures, out=tmp_path / "1", options=BuildOptions(), workers=1)
     shared = build_directory(
         captures, out=tmp_path / "2", options=BuildOptions(), workers=2, on_progress=lambda *step: done.append(step)
     )
     assert alone == shared
-    assert done == [(0, 1_070), (1_000, 1_070), (1_070, 1_070)]
+    assert done == [(0, 70), (64, 70), (70, 70)]
     names = sorted(path.name for path in (tmp_path / "1").iterdir())
     assert names == ["_report.json", "part-00000.parquet", "part-00001.parquet"]
     for name in names:
@@ -190,6 +198,103 @@ def test_wrong_usage_ends_with_2_and_says_why(
     assert gym_capture(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("rollouts", [[], ["--rollouts", "none.jsonl"]])
+def test_nothing_to_build_gives_a_file_without_rows_and_a_word(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rollouts: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "none.jsonl").touch()
+    assert gym_capture("build", "empty", *rollouts, "--out", "out") == 0
+    assert "nothing to build in empty" in capsys.readouterr().err
+    table = pq.read_table(tmp_path / "out" / "part-00000.parquet")
+    check_schema(table.schema)
+    assert (table.num_rows, table.schema.equals(SCHEMA)) == (0, True)
+    assert json.loads((tmp_path / "out" / "_report.json").read_text())["requested"] == 0
+
+
+# --- outputs that fail ------------------------------------------------------------------------------------------------
+
+
+def run_apart(*arguments: object, stdout: int | IO[Any] = subprocess.PIPE, largest_file: int | None = None) -> Any:
+    """The command in a process of its own, in which no file may grow beyond a size."""
+
+    def limit() -> None:
+        if largest_file is not None:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+
+    command = [sys.executable, "-m", "gym_capture.cli", *map(str, arguments)]
+    return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, preexec_fn=limit)
+
+
+def requests_for(count: int, file: Path) -> Path:
+    """More than one part of rollouts of which nothing was recorded."""
+    lines = [json.dumps({"rollout_id": f"x{n}", "group_id": f"g{n}", "reward": 0.0}) for n in range(count)]
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return file
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_full_disk_is_one_line_and_leaves_nothing(captures: Path, tmp_path: Path, workers: int) -> None:
+    arguments = ["--rollouts", requests_for(65, tmp_path / "rollouts.jsonl"), "--workers", workers]
+    done = run_apart("build", captures, "--out", tmp_path / "out", *arguments, largest_file=4096)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "cannot write trajectories to" in done.stderr
+    assert "File too large" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_build_that_fails_leaves_the_one_that_was_there(captures: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert gym_capture("build", captures, "--out", out) == 0
+    before = {path.name: path.read_bytes() for path in out.iterdir()}
+    assert run_apart("build", captures, "--out", out, "--overwrite", largest_file=4096).returncode == 2
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+
+
+@pytest.mark.parametrize("arguments", [["build", "captures", "--out", "out"], ["--help"]])
+def test_a_full_standard_output_is_one_line(
+    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(cli.__file__).parent.parent))
+    with open("/dev/full", "w") as full:
+        done = run_apart(*arguments, stdout=full)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_interrupted_build_leaves_nothing_and_no_process(captures: Path, tmp_path: Path, workers: int) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    requests = read_requests(requests_for(200, tmp_path / "rollouts.jsonl")).table
+    with pytest.raises(KeyboardInterrupt):
+        build_directory(
+            captures,
+            out=tmp_path / "out",
+            options=BuildOptions(),
+            requests=requests,
+            workers=workers,
+            on_progress=interrupt,
+        )
+    assert not (tmp_path / "out").exists()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_fifo_among_the_captures_is_a_masked_row(captures: Path, tmp_path: Path) -> None:
+    os.mkfifo(captures / "x.tokens.jsonl")
+    os.mkfifo(captures / "r1.tokens.state.json")
+    assert gym_capture("build", captures, "--out", tmp_path / "out") == 0
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert {row["rollout_id"]: row["mask_reasons"] for row in rows} == {
+        "r1": ["unreadable"],
+        "r2": [],
+        "x": ["no_calls", "unreadable"],
+    }
 
 
 def test_options_reach_the_build(captures: Path, tmp_path: Path) -> None:

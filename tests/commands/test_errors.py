@@ -255,7 +255,7 @@ def test_trajectories_that_are_there_are_replaced_by_an_option(run: Run, tmp_pat
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "part-00000.parquet").touch()
     _, line = run("build", "captures", "--out", "out")
-    assert line == "out already holds trajectories: choose another directory, or pass --overwrite"
+    assert line == "out already holds trajectories (part-00000.parquet): choose another --out, or pass --overwrite"
 
 
 # --- rollouts run ------------------------------------------------------------------------------------------------

@@ -196,6 +196,18 @@ def test_a_log_that_may_not_be_read_is_not_called_sound(
     assert "shard-0001 cannot be read: [Errno 13] Permission denied" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("arguments", [["list"], ["verify"], ["export", "--out", "out"]])
+def test_a_fifo_among_the_segments_is_one_line_and_nobody_waits(
+    state: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.chdir(state)
+    os.mkfifo(segment_path(state / "shard-0000", 9_999))
+    (state / "shard-0000" / "segment-of-mine.log").touch()  # somebody's own
+    assert records(*arguments, state) == 2
+    assert "is a FIFO, not a regular file" in capsys.readouterr().err
+    assert not (state / "out").exists()
+
+
 def test_a_sound_state_is_verified(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert records("verify", state) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import os
+import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -16,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.builder import BuildOptions, build, reason_name
+from gym_capture.data import nemo_gym
 from gym_capture.data.nemo_gym import gym_digest, read_directory, read_rollout
 from gym_capture.errors import StoreError
 from gym_capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
@@ -220,6 +225,24 @@ def test_a_last_line_without_its_newline_is_a_line(tmp_path: Path) -> None:
         pytest.param(A | {"weight_versions": ["7"]}, ("malformed_record", "a", "weight_versions"), id="weights"),
         pytest.param(A | {"routed_experts": [[1], [1, 2]]}, ("malformed_record", "a", "routed_experts"), id="experts"),
         pytest.param(A | {"routed_experts": ["x"]}, ("malformed_record", "a", "routed_experts"), id="no numbers"),
+        pytest.param(
+            A | {"routed_experts": [[[0]], [[True]]]}, ("malformed_record", "a", "routed_experts"), id="true expert"
+        ),
+        pytest.param(A | {"sampling_mask": [1, True]}, ("malformed_record", "a", "sampling_mask"), id="mixed mask"),
+        pytest.param(
+            A | {"weight_versions": [{"start": False, "end": 2, "version": "7"}]},
+            ("malformed_record", "a", "weight_versions"),
+            id="false start",
+        ),
+        pytest.param(A | {"prompt_token_ids": [1, True]}, ("malformed_record", "a", "prompt_token_ids"), id="true id"),
+        pytest.param(
+            A | {"generation_log_probs": [-0.5, "-0.5"]}, ("malformed_record", "a", "generation_log_probs"), id="quoted"
+        ),
+        pytest.param(
+            json.dumps(A).encode()[:-1] + b', "prompt_token_ids": [7, 8]}\n',
+            ("malformed_record", "a", "prompt_token_ids"),
+            id="said twice",
+        ),
         pytest.param(b"[1]\n", ("malformed_record", None, None), id="no object"),
         pytest.param(b"{\n", ("malformed_record", None, None), id="no JSON"),
         pytest.param(
@@ -245,6 +268,58 @@ def test_a_record_that_cannot_be_trusted_masks_its_rollout_only(
 def test_a_wrong_digest_of_a_delta_masks(tmp_path: Path) -> None:
     write(tmp_path, B_DELTA | {"digest": digest([4, 5])}, A)
     assert names(read_rollout(tmp_path, "r1")) == [("digest_mismatch", "b", "digest")]
+
+
+def test_every_digest_of_deltas_is_checked_whatever_branches_off(tmp_path: Path) -> None:
+    """Two branches of a chain, a retry, and a whole prompt between them, in any order: one wrong digest at a time."""
+    ids = {"a": [1, 2, 3, 9]}
+    lines = {"a": A}
+    for call_id, parent, new, generation in (
+        ("b", "a", [4], [5]),
+        ("b2", "a", [4], [6]),
+        ("c", "b", [7], [8, 8]),
+        ("d", "b2", [], [8]),
+        ("e", "c", [7, 7], [1]),
+    ):
+        ids[call_id] = [*ids[parent], *new, *generation]
+        lines[call_id] = record(
+            call_id,
+            new,
+            generation,
+            schema_version=5,
+            parent_resolution="resolved",
+            parent_call_id=parent,
+            prompt_is_delta=True,
+            cum_len=len(ids[call_id]),
+            digest=digest(ids[call_id]),
+        )
+    whole = ids["c"]
+    lines["w"] = record("w", whole, [5], parent_resolution="resolved", parent_call_id="c")
+    for order in (list(lines), list(lines)[::-1], ["e", "b2", "w", "a", "c", "d", "b"]):
+        write(tmp_path, *(lines[call_id] for call_id in order))
+        assert names(read_rollout(tmp_path, "r1")) == []
+        for wrong in lines:
+            write(tmp_path, *(lines[each] | ({"digest": digest([7])} if each == wrong else {}) for each in order))
+            assert names(read_rollout(tmp_path, "r1")) == [("digest_mismatch", wrong, "digest")]
+
+
+def test_reading_deltas_touches_every_id_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A digest covers all ids of its call, so hashing is what grows; writing out, parsing and looking up must not."""
+    ids, parent, lines = [1, 2, 3, 9], "a", [A]
+    for number in range(2_000):
+        call_id = f"c{number}"
+        ids += [number, 5]
+        fields = {"prompt_is_delta": True, "cum_len": len(ids), "digest": None, "parent_call_id": parent}
+        lines.append(record(call_id, [number], [5], schema_version=5, parent_resolution="resolved", **fields))
+        parent = call_id
+    lines[-1] |= {"digest": digest(ids)}
+    hashed: list[int] = []
+    digest_of = nemo_gym._digest_of
+    monkeypatch.setattr(nemo_gym, "_digest_of", lambda path: hashed.append(path.size) or digest_of(path))
+    monkeypatch.setattr(np, "concatenate", lambda *_: pytest.fail("ids were put together anew"))
+    write(tmp_path, *lines)
+    assert names(read_rollout(tmp_path, "r1")) == []
+    assert hashed == [4, len(ids)]
 
 
 def test_a_delta_that_begins_elsewhere_masks(tmp_path: Path) -> None:
@@ -357,6 +432,60 @@ def test_no_directory_is_an_error_and_no_rollout_is_empty(tmp_path: Path) -> Non
     with pytest.raises(StoreError, match="no-such"):
         list(read_directory(tmp_path / "no-such"))
     assert read_rollout(tmp_path, "r1").entries == ()
+
+
+# --- files that are none -------------------------------------------------------------------------------------------
+
+
+def make_fifo(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_endless(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_socket(path: Path) -> None:
+    with contextlib.chdir(path.parent), socket.socket(socket.AF_UNIX) as made:  # the whole path may be too long
+        made.bind(path.name)
+
+
+@pytest.mark.parametrize("make", [make_fifo, make_endless, make_socket, Path.mkdir])
+@pytest.mark.parametrize("suffix", ["jsonl", "intents", "incomplete", "state.json"])
+def test_what_is_no_file_masks_its_rollout_only_and_nobody_waits(
+    tmp_path: Path, make: Callable[[Path], object], suffix: str
+) -> None:
+    write(tmp_path, A)
+    write(tmp_path, record("a", [1], [2], rollout_id="r2"), rollout_id="r2")
+    (tmp_path / f"r1.tokens.{suffix}").unlink(missing_ok=True)
+    make(tmp_path / f"r1.tokens.{suffix}")
+    bad, good = read_directory(tmp_path)
+    (problem,) = bad.problems
+    assert problem.reason == "unreadable"
+    assert f"r1.tokens.{suffix}: is a" in problem.detail
+    assert "unreadable" in build(bad).mask_reasons
+    assert [len(bad.entries), len(good.entries)] == [suffix != "jsonl", 1]
+    assert not build(good).masked
+
+
+def test_a_file_that_may_not_be_read_masks_its_rollout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(path: str, *arguments: Any, **options: Any) -> int:
+        if path.endswith("r1.tokens.jsonl"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return opened(path, *arguments, **options)
+
+    opened = os.open
+    write(tmp_path, A)
+    monkeypatch.setattr(os, "open", refused)
+    snapshot = read_rollout(tmp_path, "r1")
+    assert [problem.detail for problem in snapshot.problems] == ["r1.tokens.jsonl: Permission denied"]
+    assert names(snapshot) == [("unreadable", None, None)]
+
+
+def test_a_link_that_leads_nowhere_is_no_file(tmp_path: Path) -> None:
+    write(tmp_path, A)
+    (tmp_path / "r1.tokens.intents").symlink_to(tmp_path / "gone")
+    assert not build(read_rollout(tmp_path, "r1")).masked
 
 
 # --- properties ----------------------------------------------------------------------------------------------------
