@@ -90,6 +90,18 @@ def test_rollouts_that_do_not_fit_together_are_all_answered() -> None:
     asyncio.run(run())
 
 
+def test_a_rewritten_turn_is_known_after_an_eviction() -> None:
+    async def run() -> None:
+        shard = Shard(max_bytes=TINY)
+        await shard.put(replace(FIRST, asked_key="asked"))
+        for _ in range(2):
+            resolution, _ = await shard.cache.resolve("r1", ("rewritten",), ("asked",))
+            assert resolution == Unresolved("rewritten_turn")
+            await shard.evict("r1")
+
+    asyncio.run(run())
+
+
 # --- any sequence ----------------------------------------------------------------------------------------------------
 
 
