@@ -142,6 +142,18 @@ def test_what_was_recorded_while_the_rollout_is_read_back_is_not_open() -> None:
     asyncio.run(run())
 
 
+def test_a_rewritten_turn_is_known_after_an_eviction() -> None:
+    async def run() -> None:
+        shard = Shard(max_bytes=TINY)
+        await shard.put(replace(FIRST, asked_key="asked"))
+        for _ in range(2):
+            resolution, _ = await shard.cache.resolve("r1", ("rewritten",), ("asked",))
+            assert resolution == Unresolved("rewritten_turn")
+            await shard.evict("r1")
+
+    asyncio.run(run())
+
+
 # --- any sequence ----------------------------------------------------------------------------------------------------
 
 

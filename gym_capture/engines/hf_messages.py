@@ -144,9 +144,10 @@ def in_call_order(items: Sequence[Item]) -> tuple[Item, ...]:
     ordered = list(items)
     for at, item in enumerate(items):
         if isinstance(item, AssistantTurn) and len(item.tool_calls) > 1:
-            run = list(takewhile(lambda after: isinstance(after, ToolResult), items[at + 1 :]))
-            results = {result.call_id: result for result in run if isinstance(result, ToolResult)}
             ids = [call.id for call in item.tool_calls]
+            # One more than there are calls, to see a result that is too many.
+            run = list(takewhile(lambda after: isinstance(after, ToolResult), items[at + 1 : at + 2 + len(ids)]))
+            results = {result.call_id: result for result in run if isinstance(result, ToolResult)}
             if all(ids) and len(run) == len(ids) == len(results) and results.keys() == set(ids):
                 ordered[at + 1 : at + 1 + len(ids)] = [results[call_id] for call_id in ids]
     return tuple(ordered)

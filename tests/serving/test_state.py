@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,6 +44,23 @@ def test_resolving_leaves_no_trace(tmp_path: Path) -> None:
         after = await state.freeze("r1")
         assert (after.snapshot_id, after.version, after.incomplete) == (before.snapshot_id, before.version, ())
         assert await state.rollout_ids() == ["r1"]
+
+    asyncio.run(run())
+
+
+def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_actor(tmp_path: Path) -> None:
+    async def run() -> None:
+        state = client(tmp_path)
+        epoch = await state.begin_call(intent("a"))
+        entry = replace(
+            call("a", [1, 2], [3], parent=Root(), turn_key="k1"), asked_key="asked", stopped_turn_key="with stop"
+        )
+        await state.put(entry, epoch=epoch)
+        put_back = (await state.begin(intent("b"), ["with stop"], ["asked"])).resolution
+        assert isinstance(put_back, Resolved)
+        assert (put_back.call_id, put_back.rule) == ("a", "stop_string_put_back")
+        assert (await state.begin(intent("c"), ["other"], ["asked"])).resolution == Unresolved("rewritten_turn")
+        assert (await state.stats()).resolutions["unresolved:rewritten_turn"] == 1
 
     asyncio.run(run())
 

@@ -371,5 +371,5 @@ def test_frame_inside_a_record_is_not_taken_for_one() -> None:
 
 def test_a_segment_that_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(segment_path(tmp_path, 1))
-    with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*not a file"):
+    with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*not a regular file"):
         asyncio.run(LogStore.open(tmp_path))
