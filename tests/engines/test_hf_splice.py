@@ -17,7 +17,7 @@ from gym_capture.commands.audit_template import make_tokenizer, on_made_tokenize
 from gym_capture.conversation import AssistantTurn, Conversation, Message, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.splice import NotSpliced, Spliced, full_prompt, splice
+from gym_capture.splice import Spliced, full_prompt, splice
 from tests.made_templates import (
     ASK,
     CALL,
@@ -99,12 +99,13 @@ def test_a_real_vocabulary_is_continued_exactly() -> None:
     assert result.ids.tolist() == full_prompt(template, request).tolist()
 
 
-def test_a_later_system_message_that_a_template_moves_to_the_top_is_not_spliced() -> None:
+def test_a_later_system_message_that_a_template_would_move_to_the_top_stays_behind_the_turn() -> None:
     template = on_made_tokenizer(TEMPLATES["deepseekv3"])
     parent_ids = np.append(full_prompt(template, Conversation((ASK,))), template.encode("Rain."))
     request = Conversation((ASK, REPLY, Message("system", "Be brief."), ASK))
     result = splice(template, request, turn=0, parent_ids=parent_ids)
-    assert result == NotSpliced("new_item_moved", "item 2")
+    assert isinstance(result, Spliced)
+    assert "<｜User｜>Be brief." in template.decode(result.ids[parent_ids.size :])
 
 
 # --- a peer -------------------------------------------------------------------------------------------------------
