@@ -155,10 +155,12 @@ class TokenEntry:
                 "generation_log_probs",
                 f"must align with generation_token_ids: got {log_probs.size}, expected {generation.size}",
             )
-        if log_probs.size and not math.isfinite(float(log_probs.sum())) and not np.isfinite(log_probs).all():
-            raise self._error("generation_log_probs", "must be finite")
-        if log_probs.size and log_probs.max() > LOG_PROB_ROUNDING:
-            raise self._error("generation_log_probs", f"must not be above 0: got {log_probs.max()}")
+        if log_probs.size:
+            if not math.isfinite(np.add.reduce(log_probs)) and not np.isfinite(log_probs).all():
+                raise self._error("generation_log_probs", "must be finite")
+            highest = np.maximum.reduce(log_probs)
+            if highest > LOG_PROB_ROUNDING:
+                raise self._error("generation_log_probs", f"must not be above 0: got {highest}")
         object.__setattr__(self, "generation_log_probs", _frozen(log_probs))
         if self.prompt_offset < 0:
             raise self._error("prompt_offset", f"must not be negative: got {self.prompt_offset}")
