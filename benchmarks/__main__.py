@@ -1,11 +1,14 @@
-"""Runs every benchmark, or those named: `python -m benchmarks [core store state mirrored scale serving multi_turn]`."""
+"""Runs every benchmark, or those named.
+
+python -m benchmarks [core files store state mirrored scale serving multi_turn]
+"""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 
-BENCHMARKS = ("core", "store", "state", "mirrored", "scale", "serving", "multi_turn")
+BENCHMARKS = ("core", "files", "store", "state", "mirrored", "scale", "serving", "multi_turn")
 
 
 def main(names: list[str]) -> int:
