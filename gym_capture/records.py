@@ -120,7 +120,8 @@ class TokenEntry:
     max_tokens: int | None = None
     """The generation limit that the request asked for."""
     normalized: tuple[str, ...] = ()
-    """Names of the normalization rules that fired while fingerprinting."""
+    """Names of the rules by which the policy was shown, or lineage compared, other than what the client sent:
+    normalization rules that fired while fingerprinting, and `tool_left_out:<type>`."""
     routed_experts: npt.NDArray[Any] | None = None
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None

@@ -27,7 +27,16 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.conversation import (
+    AssistantTurn,
+    Conversation,
+    Item,
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    without_surrogates,
+)
 from gym_capture.errors import ConfigError
 from gym_capture.records import IdArray
 from gym_capture.template import TemplateError, control_pattern, digest_id, nests_too_deep, new_nonce, split_controls
@@ -214,10 +223,10 @@ class HfChatTemplate:
         return self._render(conversation, self._habits, add_generation_prompt=add_generation_prompt)
 
     def encode(self, text: str) -> IdArray:
-        return self._codec.encode(_without_surrogates(text))
+        return self._codec.encode(without_surrogates(text))
 
     def encode_plain(self, text: str) -> IdArray:
-        return self._codec.encode_plain(_without_surrogates(text))
+        return self._codec.encode_plain(without_surrogates(text))
 
     def decode(self, ids: IdArray) -> str:
         return self._codec.decode(ids)
@@ -389,8 +398,3 @@ def _arguments(text: str) -> dict[str, Any]:
 def _short_id(call_id: str) -> str:
     """The id itself if nine letters or digits, else nine that it determines."""
     return call_id if _SHORT_ID.fullmatch(call_id) else digest_id(call_id)
-
-
-def _without_surrogates(text: str) -> str:
-    """Half an emoji, which JSON in a call's arguments can spell, becomes U+FFFD: no tokenizer can hold it."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

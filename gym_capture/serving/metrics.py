@@ -60,6 +60,7 @@ GAUGES: Final[Mapping[str, str]] = {
 
 LABELLED: Final[Mapping[str, tuple[str, str]]] = {
     "resolutions": ("outcome", "What calls were found to continue: root, resolved, unresolved:<reason>"),
+    "normalized": ("rule", "Recorded calls in which a rule changed what the policy was shown or lineage compared"),
     "incomplete": ("reason", "Marks that the capture of a rollout is incomplete"),
 }
 """Field of `ShardStats` -> its label, and what it counts."""

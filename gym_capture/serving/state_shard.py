@@ -311,6 +311,7 @@ def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
         **{str(name): count for name, count in tally.counts.items()},
         put_seconds=tally.put_seconds,
         resolutions=dict(tally.resolutions),
+        normalized=dict(tally.normalized),
         incomplete=dict(tally.incomplete),
         lineage_reads=hosted.lineage.reads,
         lineage_evictions=hosted.lineage.evictions,

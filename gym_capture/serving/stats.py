@@ -57,6 +57,8 @@ class ShardStats:
     drops: int = 0
     resolutions: Mapping[str, int] = field(default_factory=dict)
     """Of begun calls, by outcome: `root`, `resolved`, `unresolved:<reason>`."""
+    normalized: Mapping[str, int] = field(default_factory=dict)
+    """Of recorded calls, by rule: those in which it fired, such as `tool_left_out:web_search`."""
     incomplete: Mapping[str, int] = field(default_factory=dict)
     """Marks that a rollout's capture is incomplete, by the name of their reason."""
     lineage_reads: int = 0
@@ -106,6 +108,7 @@ class Tally:
         self.counts: Counter[CountName] = Counter()
         self.put_seconds = 0.0
         self.resolutions: Counter[str] = Counter()
+        self.normalized: Counter[str] = Counter()
         self.incomplete: Counter[str] = Counter()
         self.waiting_puts = 0
         self.waiting_bytes = 0
@@ -120,6 +123,7 @@ class Tally:
         self.counts["prefix_requested"] += entry.prefix_requested
         self.counts["prefix_supplied"] += entry.prefix_supplied
         self.put_seconds += took_s
+        self.normalized.update(set(entry.normalized))
 
     def marked_incomplete(self, reason: str) -> None:
         """Reasons are counted by name: what they name, a call, is of no end."""
