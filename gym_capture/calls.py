@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from gym_capture.conversation import AssistantTurn, Conversation, ToolCall
+from gym_capture.conversation import AssistantTurn, Conversation, ToolCall, without_surrogates
 
 
 class NamedToolChoice(NamedTuple):
@@ -43,6 +43,8 @@ class ModelRequest:
     include_usage: bool = False
     raw_prompt: str | None = None
     """Text to continue as it is, without a chat template; the conversation is empty then."""
+    left_out: tuple[str, ...] = ()
+    """What the client offered that the policy is not shown, by name: tools that only a vendor's servers could run."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the body that the dialect's reply repeats. Nobody else reads them."""
 
@@ -74,6 +76,17 @@ class ToolCallDelta(NamedTuple):
 
 
 ReplyEvent: TypeAlias = TextDelta | ReasoningDelta | ToolCallStart | ToolCallDelta
+
+
+def sendable(event: ReplyEvent) -> ReplyEvent:
+    """The event with text that can be sent, recorded and echoed. Parsers that read JSON can make halves of emojis."""
+    match event:
+        case TextDelta(text) | ReasoningDelta(text):
+            return event._replace(text=without_surrogates(text))
+        case ToolCallStart(_, id, name):
+            return event._replace(id=without_surrogates(id), name=without_surrogates(name))
+        case ToolCallDelta(_, arguments):
+            return event._replace(arguments=without_surrogates(arguments))
 
 
 class TokenLogProb(NamedTuple):

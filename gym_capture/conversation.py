@@ -79,6 +79,15 @@ class Conversation(NamedTuple):
     tools: tuple[Tool, ...] = ()
 
 
+def without_surrogates(text: str) -> str:
+    """Half an emoji, which JSON can spell (`"\\ud83d"`), becomes U+FFFD: neither UTF-8 nor a tokenizer can hold it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
 def merge_assistant_turns(items: Iterable[Item]) -> tuple[Item, ...]:
     """Merges assistant items that stand next to each other into one turn: texts joined, calls in order."""
     merged: list[Item] = []

@@ -32,6 +32,8 @@ that boundary nothing catches `Exception`.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 
 class GymCaptureError(Exception):
     """Base of the tree. `message` is for a person; ids are for finding the record."""
@@ -121,8 +123,37 @@ class InvalidRequestError(RequestError):
         self.param = param
 
 
+class Overflow(NamedTuple):
+    """By how much a prompt does not fit. In tokens."""
+
+    tokens: int
+    """Of the prompt."""
+    context: int
+    """What the model's context holds, generation included."""
+    is_at_least: bool = False
+    """The prompt was not rendered, since it is far too long: `tokens` is what it has at least."""
+
+    @property
+    def counted(self) -> str:
+        """The prompt's tokens, as a message says them."""
+        return f"at least {self.tokens}" if self.is_at_least else str(self.tokens)
+
+    @property
+    def longest_prompt(self) -> int:
+        """What would have fitted: one token is left to generate."""
+        return self.context - 1
+
+
 class ContextLengthError(RequestError):
-    """The prompt does not fit the model's context."""
+    """The prompt does not fit the model's context. Each dialect has words of its own for it."""
+
+    def __init__(self, overflow: Overflow, *, call_id: str | None = None) -> None:
+        super().__init__(
+            f"the prompt has {overflow.counted} tokens, but this model's context holds {overflow.context}, "
+            "generation included; shorten the conversation",
+            call_id=call_id,
+        )
+        self.overflow = overflow
 
 
 class RequestTooLargeError(RequestError):

@@ -133,7 +133,7 @@ class TokenEntry:
     normalized: tuple[str, ...] = ()
     """Names of the rules by which the request was not taken to the letter: of normalization, by which lineage leaves a
     volatile header out; of templates, by which a message is written in another place; of lineage, by which the parent
-    was found."""
+    was found; `tool_left_out:<type>`, a tool that nobody here could run and the policy was not offered."""
     routed_experts: npt.NDArray[Any] | None = None
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None

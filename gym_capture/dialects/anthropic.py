@@ -17,14 +17,15 @@ What is decided here:
   of a group a first prompt of its own, which neither prefix caching nor a trainer that groups by prompts survives.
 - The last message cannot be the assistant's. Anthropic's API would go on writing it, a chat template can only begin
   another turn; nothing says which of the two the client would get, so it is told.
-- Tools of Anthropic's servers are not offered to the policy: nobody would run them. Tools that the client runs but
-  that Anthropic defines (bash, text editor, ...) have no schema here to offer, and the client relies on them: an error.
+- Tools of Anthropic's servers are not offered to the policy: nobody would run them; the record names them. Tools that
+  the client runs but that Anthropic defines (bash, text editor, ...) have no schema here to offer, and the client
+  relies on them: an error.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import orjson
 
@@ -40,12 +41,13 @@ from gym_capture.conversation import (
     merge_assistant_turns,
 )
 from gym_capture.dialects import anthropic_reply, fields
+from gym_capture.dialects.anthropic_blocks import Block, blocks
 from gym_capture.dialects.anthropic_input import arguments_of
 from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
 from gym_capture.errors import InvalidRequestError
 from gym_capture.fingerprint import BILLING_HEADER
 
-_RUN_BY_CLIENT: Final = ("bash_", "text_editor_", "computer_", "memory_")
+_RUN_BY_CLIENT: Final = ("bash_", "text_editor_", "computer_", "memory_", "browser_")
 """How types of tools begin that Anthropic defines and clients run; what follows is a date."""
 
 
@@ -75,6 +77,7 @@ class MessagesDialect:
             tool_choice=tool_choice,
             parallel_tool_calls=parallel_tool_calls,
             response_format=_response_format(data),
+            left_out=_left_out(data),
             stream=bool(fields.boolean(data, "stream")),
         )
 
@@ -104,23 +107,6 @@ class MessagesDialect:
 
 
 # --- the conversation ---------------------------------------------------------------------------------------------
-
-
-class _Block(NamedTuple):
-    """One content block."""
-
-    kind: str
-    value: Mapping[str, Any]
-    at: str
-
-    def text(self) -> str:
-        """Of a text block. Raises `InvalidRequestError` for any other."""
-        if self.kind != "text":
-            raise InvalidRequestError(
-                f"{self.at}: a block of type {self.kind[:40]!r} is not supported here: this model takes text only",
-                param=f"{self.at}.type",
-            )
-        return fields.required_string(self.value, "text", at=f"{self.at}.")
 
 
 def _conversation(data: Mapping[str, Any]) -> Conversation:
@@ -161,20 +147,20 @@ def _items(value: object, at: str) -> Iterable[Item]:
 
 def _system(content: object, at: str) -> Iterable[Message]:
     """One message, or none if there is nothing to say."""
-    text = "".join(_without_billing_header(block.text()) for block in _blocks(content, at))
+    text = "".join(_without_billing_header(block.text()) for block in blocks(content, at))
     return (Message("system", text),) if text else ()
 
 
 def _user(content: object, at: str) -> Iterable[Item]:
     results: list[Item] = []
     texts: list[str] = []
-    for block in _blocks(content, at):
+    for block in blocks(content, at):
         if block.kind == "tool_result":
             call_id = fields.required_string(block.value, "tool_use_id", at=f"{block.at}.")
-            parts = _blocks(block.value.get("content"), f"{block.at}.content")
-            results.append(ToolResult(call_id, "".join(part.text() for part in parts)))
+            parts = blocks(block.value.get("content"), f"{block.at}.content")
+            results.append(ToolResult(call_id, "".join(part.shown() for part in parts)))
         else:
-            texts.append(block.text())
+            texts.append(block.shown())
     text = "".join(texts)
     return (*results, Message("user", text)) if text or not results else results
 
@@ -183,7 +169,7 @@ def _assistant(content: object, at: str) -> AssistantTurn:
     texts: list[str] = []
     reasoning: list[str] = []
     calls: list[ToolCall] = []
-    for block in _blocks(content, at):
+    for block in blocks(content, at):
         match block.kind:
             case "thinking":
                 reasoning.append(fields.string(block.value, "thinking", at=f"{block.at}.") or "")
@@ -196,7 +182,7 @@ def _assistant(content: object, at: str) -> AssistantTurn:
     return AssistantTurn(text="".join(texts), tool_calls=tuple(calls), reasoning="".join(reasoning))
 
 
-def _tool_call(block: _Block) -> ToolCall:
+def _tool_call(block: Block) -> ToolCall:
     at = f"{block.at}.input"
     value = block.value.get("input")
     return ToolCall(
@@ -204,18 +190,6 @@ def _tool_call(block: _Block) -> ToolCall:
         name=fields.required_string(block.value, "name", at=f"{block.at}."),
         arguments="" if value is None else arguments_of(fields.mapping(value, at), at),
     )
-
-
-def _blocks(content: object, at: str) -> Iterator[_Block]:
-    """The blocks of a content; a string is one text block, null is none."""
-    if content is None:
-        return
-    if isinstance(content, str):
-        yield _Block("text", {"text": content}, at)
-        return
-    for index, value in enumerate(fields.array(content, at)):
-        block = fields.mapping(value, f"{at}.{index}")
-        yield _Block(fields.required_string(block, "type", at=f"{at}.{index}."), block, f"{at}.{index}")
 
 
 def _without_billing_header(text: str) -> str:
@@ -250,6 +224,12 @@ def _tools(data: Mapping[str, Any]) -> Iterator[Tool]:
             key="input_schema",
             strict=fields.boolean(entry, "strict", at=f"{at}."),
         )
+
+
+def _left_out(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """What `_tools` passes over; it has been through them by now."""
+    kinds = (tool.get("type") for tool in data.get("tools") or () if tool.get("input_schema") is None)
+    return tuple(dict.fromkeys(fields.left_out(kind) for kind in kinds))
 
 
 def _tool_choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, bool | None]:

@@ -80,9 +80,10 @@ def whole(request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> 
 
 def error_body(error: ApiError) -> bytes:
     message = error.message
-    if error.kind == "context_length":
-        # Agents know by these words that it is time to compact the conversation.
-        message = f"prompt is too long: {message}"
+    if error.overflow is not None:
+        # Agents know by these words that it is time to compact the conversation, and read from the numbers by how much.
+        overflow = error.overflow
+        message = f"prompt is too long: {overflow.counted} tokens > {overflow.longest_prompt} maximum"
     return orjson.dumps({"type": "error", "error": {"type": _ERROR_TYPES[error.kind], "message": message}})
 
 

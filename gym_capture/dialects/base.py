@@ -17,7 +17,8 @@ from typing import Any, Protocol
 import orjson
 
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
-from gym_capture.errors import InvalidRequestError
+from gym_capture.conversation import without_surrogates
+from gym_capture.errors import InvalidRequestError, Overflow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class ApiError:
     message: str
     param: str | None = None
     retry_after_s: float | None = None
+    overflow: Overflow | None = None
+    """Of a context_length error: dialects say it in the words that their clients look for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +104,7 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            value = _without_surrogates(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
+            value = _sendable(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
         except (ValueError, RecursionError):
             raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -131,11 +134,11 @@ def _no_number(name: str) -> float:
     raise ValueError(f"{name} is no JSON")
 
 
-def _without_surrogates(value: Any) -> Any:
+def _sendable(value: Any) -> Any:
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return without_surrogates(value)
     if isinstance(value, list):
-        return [_without_surrogates(item) for item in value]
+        return [_sendable(item) for item in value]
     if isinstance(value, dict):
-        return {_without_surrogates(key): _without_surrogates(item) for key, item in value.items()}
+        return {_sendable(key): _sendable(item) for key, item in value.items()}
     return value

@@ -1,7 +1,9 @@
 """OpenAI Chat Completions.
 
 Invariant: fields that this graph does not know are ignored, never an error: harnesses send new ones every month. Fields
-that name token ids or a prefix are among them, so a client cannot choose what the policy sees.
+that name token ids or a prefix are among them, so a client cannot choose what the policy sees. What a client would wait
+for in vain is an error that says what to do: audio, and the `functions` of before tools. A reply in that old form has
+room for one call, where a policy makes several.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class ChatDialect:
             raise InvalidRequestError("n must be 1: each captured call is one generation", param="n")
         stream = bool(fields.boolean(data, "stream"))
         options = data.get("stream_options")
-        tools = _tools(data)
+        _refuse_unserved(data)
+        tool_choice, tools = _tool_choice(data.get("tool_choice"), _tools(data))
         top_logprobs = None
         if fields.boolean(data, "logprobs"):
             top_logprobs = fields.count(data, "top_logprobs", minimum=0) or 0
@@ -77,10 +80,11 @@ class ChatDialect:
             conversation=Conversation(items=_items(data), tools=tools),
             sampling=fields.sampling(data),
             max_tokens=max_tokens,
-            tool_choice=_tool_choice(data.get("tool_choice"), tools),
+            tool_choice=tool_choice,
             parallel_tool_calls=fields.boolean(data, "parallel_tool_calls"),
             response_format=response_format,
             top_logprobs=top_logprobs,
+            left_out=() if data.get("web_search_options") is None else (fields.left_out("web_search"),),
             stream=stream,
             include_usage=isinstance(options, dict) and options.get("include_usage") is True,
         )
@@ -205,9 +209,21 @@ def usage(counts: Usage) -> dict[str, Any]:
     }
 
 
+def message_of(error: ApiError) -> str:
+    """What OpenAI's APIs say. Of a context that overflows they say two things, and clients look for either."""
+    overflow = error.overflow
+    if overflow is None:
+        return error.message
+    return (
+        f"Input tokens exceed the configured limit of {overflow.longest_prompt} tokens. This model's maximum context "
+        f"length is {overflow.context} tokens, generation included, but your messages resulted in {overflow.counted} "
+        "tokens. Shorten the conversation."
+    )
+
+
 def _error(error: ApiError) -> dict[str, Any]:
     kind, code = _ERROR_TYPES[error.kind]
-    return {"error": {"message": error.message, "type": kind, "param": error.param, "code": code}}
+    return {"error": {"message": message_of(error), "type": kind, "param": error.param, "code": code}}
 
 
 # --- parsing ------------------------------------------------------------------------------------------------------
@@ -228,18 +244,43 @@ def _item(value: object, at: str) -> Item:
     if role in ("system", "developer", "user"):
         return Message(role, fields.text(message.get("content"), f"{at}.content"))
     if role == "assistant":
-        reasoning = message.get("reasoning_content") or message.get("reasoning")
-        return AssistantTurn(
-            text=fields.text(message.get("content"), f"{at}.content", optional=True),
-            tool_calls=_tool_calls(message.get("tool_calls"), f"{at}.tool_calls"),
-            reasoning=reasoning if isinstance(reasoning, str) else "",
-        )
+        return _assistant(message, at)
     if role == "tool":
         call_id = fields.required_string(message, "tool_call_id", at=f"{at}.")
         return ToolResult(call_id, fields.text(message.get("content"), f"{at}.content", optional=True))
+    if role == "function":
+        raise _legacy(f"{at}.role", "the role 'tool'")
     raise InvalidRequestError(
         f"{at}.role must be system, developer, user, assistant or tool: got {role[:40]!r}", param=f"{at}.role"
     )
+
+
+def _assistant(message: Mapping[str, Any], at: str) -> AssistantTurn:
+    if message.get("function_call"):
+        raise _legacy(f"{at}.function_call", "tool_calls")
+    if message.get("audio"):
+        raise InvalidRequestError(f"{at}.audio is not supported: this model takes text only", param=f"{at}.audio")
+    content, thoughts = message.get("content"), ""
+    if isinstance(content, list):
+        content, thoughts = _without_thoughts(content, f"{at}.content")
+    reasoning = message.get("reasoning_content") or message.get("reasoning")
+    return AssistantTurn(
+        text=fields.text(content, f"{at}.content", optional=True),
+        tool_calls=_tool_calls(message.get("tool_calls"), f"{at}.tool_calls"),
+        reasoning=reasoning if isinstance(reasoning, str) and reasoning else thoughts,
+    )
+
+
+def _without_thoughts(content: list[Any], at: str) -> tuple[list[Any], str]:
+    """The parts of an assistant's content that are text, and what its `thinking` parts say."""
+    parts: list[Any] = []
+    thoughts: list[str] = []
+    for index, part in enumerate(content):
+        if isinstance(part, dict) and part.get("type") == "thinking":
+            thoughts.append(fields.required_string(part, "thinking", at=f"{at}.{index}."))
+        else:
+            parts.append(part)
+    return parts, "".join(thoughts)
 
 
 def _tool_calls(value: object, at: str) -> tuple[ToolCall, ...]:
@@ -288,23 +329,61 @@ def _tools(data: Mapping[str, Any]) -> tuple[Tool, ...]:
     return tuple(found)
 
 
-def _tool_choice(value: object, tools: tuple[Tool, ...]) -> ToolChoice:
+def _tool_choice(value: object, tools: tuple[Tool, ...]) -> tuple[ToolChoice, tuple[Tool, ...]]:
+    """The choice, and the tools that are left to choose from.
+
+    `allowed_tools` narrows the offer itself, as in Responses: that is the one way in which every model obeys it.
+    """
     if value is None or value == "auto":
-        return "auto"
+        return "auto", tools
     if value == "none":
-        return "none"
+        return "none", tools
     if not tools:
         raise InvalidRequestError("tool_choice needs tools to choose from", param="tool_choice")
     if value == "required":
-        return "required"
-    if isinstance(value, dict):
-        name = fields.required_string(
-            fields.mapping(value.get("function"), "tool_choice.function"), "name", at="tool_choice.function."
+        return "required", tools
+    if not isinstance(value, dict):
+        raise InvalidRequestError(
+            "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
+            param="tool_choice",
         )
-        if name not in {tool.name for tool in tools}:
-            raise InvalidRequestError(f"tool_choice names {name[:64]!r}, which is not among tools", param="tool_choice")
-        return NamedToolChoice(name)
-    raise InvalidRequestError(
-        "tool_choice must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}",
-        param="tool_choice",
+    if value.get("type") != "allowed_tools":
+        return NamedToolChoice(_chosen(value, tools, "tool_choice")), tools
+    at = "tool_choice.allowed_tools"
+    narrowed = fields.mapping(value.get("allowed_tools"), at)
+    mode = narrowed.get("mode")
+    if mode not in ("auto", "required"):
+        raise InvalidRequestError(f"{at}.mode must be 'auto' or 'required'", param=f"{at}.mode")
+    entries = fields.array(narrowed.get("tools"), f"{at}.tools")
+    allowed = {_chosen(entry, tools, f"{at}.tools.{index}") for index, entry in enumerate(entries)}
+    if mode == "required" and len(allowed) == 1:
+        return NamedToolChoice(allowed.pop()), tools
+    if mode == "required" and not allowed:
+        raise InvalidRequestError(f"{at}.tools must not be empty", param=f"{at}.tools")
+    return mode, tuple(tool for tool in tools if tool.name in allowed)
+
+
+def _chosen(value: object, tools: tuple[Tool, ...], at: str) -> str:
+    """The name of the one tool that `value` means."""
+    function = fields.mapping(fields.mapping(value, at).get("function"), f"{at}.function")
+    name = fields.required_string(function, "name", at=f"{at}.function.")
+    if name not in {tool.name for tool in tools}:
+        raise InvalidRequestError(f"{at} names {name[:64]!r}, which is not among tools", param=at)
+    return name
+
+
+def _refuse_unserved(data: Mapping[str, Any]) -> None:
+    """What the client relies on, and would wait for in vain."""
+    for key, instead in (("functions", "tools"), ("function_call", "tool_choice")):
+        # The words mean what leaving them out means, where no functions are offered.
+        if data.get(key) and data[key] not in ("auto", "none"):
+            raise _legacy(key, instead)
+    modalities = data.get("modalities")
+    if modalities is not None and set(fields.strings(modalities, "modalities")) - {"text"}:
+        raise InvalidRequestError("modalities must be ['text']: this model answers with text only", param="modalities")
+
+
+def _legacy(param: str, instead: str) -> InvalidRequestError:
+    return InvalidRequestError(
+        f"{param} belongs to the API of before tools, which is not supported: send {instead} instead", param=param
     )

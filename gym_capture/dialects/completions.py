@@ -6,6 +6,7 @@ never what a client says that its ids are. No chat template, no tool calls, no r
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -66,7 +67,7 @@ class CompletionsDialect:
         return _CompletionStream(request, identity)
 
     def error(self, error: ApiError) -> bytes:
-        return _CHAT.error(error)
+        return _CHAT.error(_in_our_words(error))
 
     def status(self, error: ApiError) -> int:
         return error.status
@@ -103,7 +104,7 @@ class _CompletionStream:
         return out + b"data: [DONE]\n\n"
 
     def error(self, error: ApiError) -> bytes:
-        return b"data: " + _CHAT.error(error) + b"\n\n"
+        return b"data: " + _CHAT.error(_in_our_words(error)) + b"\n\n"
 
     def _chunk(self, text: str, *, log_probs: bytes = b"null", finish: bytes = b"null") -> bytes:
         return b'%b,"choices":[{"text":%b,"index":0,"logprobs":%b,"finish_reason":%b}]}\n\n' % (
@@ -112,6 +113,11 @@ class _CompletionStream:
             log_probs,
             finish,
         )
+
+
+def _in_our_words(error: ApiError) -> ApiError:
+    """The graph knows the conversation by its name in Chat Completions."""
+    return dataclasses.replace(error, param="prompt") if error.param == "messages" else error
 
 
 def _head(identity: ReplyIdentity) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -12,6 +13,9 @@ from gym_capture.errors import InvalidRequestError
 
 MAX_COUNT: Final = 2**53
 """Up to here every writer of JSON keeps integers exact."""
+
+MAX_STOP_STRINGS: Final = 4
+"""As in OpenAI's APIs, and in vLLM."""
 
 
 def wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
@@ -128,6 +132,10 @@ def strings(value: object, param: str) -> Sequence[str]:
 def stop_strings(value: object, param: str) -> list[str]:
     """Strings that end a generation: an empty one would end it before it begins."""
     texts = list(strings(value, param))
+    if len(texts) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(
+            f"{param} has {len(texts)} strings: this server takes at most {MAX_STOP_STRINGS}", param=param
+        )
     if "" in texts:
         raise InvalidRequestError(f"{param} has an empty string", param=param)
     return texts
@@ -154,6 +162,25 @@ def tool(
     )
 
 
+_VENDOR_TOOLS: Final = frozenset(
+    {
+        *("advisor", "code_execution", "code_interpreter", "file_search", "image_generation", "mcp", "mcp_toolset"),
+        *("programmatic_tool_calling", "shell", "tool_search", "tool_search_tool_bm25", "tool_search_tool_regex"),
+        *("web_fetch", "web_search", "web_search_preview"),
+    }
+)
+"""Tools that run on a vendor's servers, by their types without the date."""
+
+
+def left_out(kind: object) -> str:
+    """The name under which a tool is counted that nobody here could run, and that the policy is not offered.
+
+    One of few names, whatever a client sends: they are labels of metrics.
+    """
+    name = re.sub(r"_\d[\d_]*$", "", kind) if isinstance(kind, str) else ""
+    return f"tool_left_out:{name if name in _VENDOR_TOOLS else 'other'}"
+
+
 def json_text(value: Mapping[str, Any], param: str) -> str:
     """JSON text without spaces, keys in the client's order. Raises `InvalidRequestError` for what is nested too deep.
 
@@ -171,6 +198,28 @@ MAX_BIASES = 50_000
 INTEGERS = ("top_k", "seed", "min_tokens")
 SAMPLING = (*NUMBERS, *INTEGERS, "stop", "logit_bias")
 """What `sampling` reads."""
+
+NEUTRAL: Final[Mapping[str, Any]] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "min_tokens": 0,
+    "logit_bias": {},
+}
+"""What each parameter is that shapes the distribution when it leaves it as the model has it.
+
+Of what `sampling` reads, `seed` and `stop` are not among them: they choose which sample, and where it ends.
+"""
+
+
+def whole_pin(pin: Mapping[str, Any]) -> dict[str, Any]:
+    """A pin of everything that shapes the distribution: neutral where `pin` says nothing; null leaves it to clients."""
+    whole = {**NEUTRAL, **pin} if pin else {}
+    return {name: value for name, value in whole.items() if value is not None}
 
 
 def sampling(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,7 @@ class ResponsesDialect:
             parallel_tool_calls=fields.boolean(data, "parallel_tool_calls"),
             response_format=_response_format(_object(data, "text")),
             top_logprobs=top_logprobs if "message.output_text.logprobs" in include else None,
+            left_out=offered.left_out,
             stream=bool(fields.boolean(data, "stream")),
             echo={
                 "members": _repeated(data),

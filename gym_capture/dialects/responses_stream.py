@@ -29,7 +29,7 @@ from gym_capture.calls import (
 )
 from gym_capture.conversation import ToolCall
 from gym_capture.dialects.base import ApiError, ReplyIdentity
-from gym_capture.dialects.chat import log_prob
+from gym_capture.dialects.chat import log_prob, message_of
 from gym_capture.dialects.one_at_a_time import OneAtATime
 from gym_capture.dialects.responses_output import (
     ItemWriter,
@@ -102,10 +102,10 @@ class ResponsesStream:
         return b"".join(frames)
 
     def error(self, error: ApiError) -> bytes:
-        code = _ERROR_CODES.get(error.kind, "server_error")
+        code, message = _ERROR_CODES.get(error.kind, "server_error"), message_of(error)
         if self._sequence == 0:
-            return self._event("error", {"code": code, "message": error.message, "param": error_param(error)})
-        response = self._response.encode("failed", self._output, error={"code": code, "message": error.message})
+            return self._event("error", {"code": code, "message": message, "param": error_param(error)})
+        response = self._response.encode("failed", self._output, error={"code": code, "message": message})
         return self._life("response.failed", response)
 
     # --- items ---

@@ -7,8 +7,10 @@ that the client gave the tool, and what the client then echoes is read back as w
 - A custom tool, which takes free text, is offered as a function of one string, `input`. Its client is given that
   string. Arguments that are anything else travel as `{"INVALID_ARGUMENTS": text}`, which the tool refuses, as it must,
   and the policy is told; nothing is guessed, closed or cut.
+- Tools that OpenAI defines and the client runs (local shell, patches, computers) have no schema here to offer, and the
+  client relies on them: an error.
 - Everything else (web search, file search, code interpreter, MCP servers...) would have to run on the server. Clients
-  send such tools without being asked, so they are left out of the offer; only forcing one is an error.
+  send such tools without being asked, so they are left out of the offer, and counted; only forcing one is an error.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ _CUSTOM_PARAMETERS: Final = {
     "required": ["input"],
     "additionalProperties": False,
 }
+_RUN_BY_CLIENT: Final = ("local_shell", "apply_patch", "computer", "computer_use_preview", "computer-preview")
+"""Types of tools that OpenAI defines and clients run."""
 _INVALID: Final = "INVALID_ARGUMENTS"
 _INVALID_HEAD: Final = f'{{"{_INVALID}":'
 
@@ -51,6 +55,8 @@ class Offer:
     tools: tuple[Tool, ...]
     clients: Mapping[str, ClientTool]
     """Every one of them as the client knows it, by its flat name."""
+    left_out: tuple[str, ...]
+    """Tools that are not among them, by `fields.left_out`."""
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -96,21 +102,25 @@ def offer(entries: Iterable[tuple[str, object]]) -> Offer:
     """Reads tools, each with the path that errors name it by."""
     tools: list[Tool] = []
     clients: dict[str, ClientTool] = {}
+    left_out: dict[str, None] = {}
     for at, value in entries:
-        for path, client, tool in _read(at, value):
+        for path, client, tool in _read(at, value, left_out):
             if clients.setdefault(tool.name, client) != client:
                 raise InvalidRequestError(f"{path}: there is another tool named {tool.name[:80]!r}", param=path)
             tools.append(tool)
-    return Offer(tuple(tools), clients)
+    return Offer(tuple(tools), clients, tuple(left_out))
 
 
-def _read(at: str, value: object, namespace: str | None = None) -> Iterable[tuple[str, ClientTool, Tool]]:
+def _read(
+    at: str, value: object, left_out: dict[str, None], namespace: str | None = None
+) -> Iterable[tuple[str, ClientTool, Tool]]:
+    """The functions that one entry stands for; notes in `left_out` an entry that stands for none."""
     entry = fields.mapping(value, at)
     kind = entry.get("type", "function")
     if kind == "namespace" and namespace is None:
         name = fields.required_string(entry, "name", at=f"{at}.")
         for index, inner in enumerate(fields.array(entry.get("tools"), f"{at}.tools")):
-            yield from _read(f"{at}.tools.{index}", inner, name)
+            yield from _read(f"{at}.tools.{index}", inner, left_out, name)
     elif kind in ("function", "custom"):
         is_custom = kind == "custom"
         name = fields.required_string(entry, "name", at=f"{at}.")
@@ -123,6 +133,24 @@ def _read(at: str, value: object, namespace: str | None = None) -> Iterable[tupl
             strict=fields.boolean(entry, "strict", at=f"{at}."),
         )
         yield at, ClientTool(name, namespace, is_custom), tool
+    elif _is_run_by_client(entry):
+        raise InvalidRequestError(
+            f"{at}: tools of type {fields.shown(kind)!r} are not supported, since only OpenAI's models know what they "
+            "take; offer a function of your own with parameters",
+            param=f"{at}.type",
+        )
+    else:
+        left_out[fields.left_out(kind)] = None
+
+
+def _is_run_by_client(entry: Mapping[str, Any]) -> bool:
+    kind = entry.get("type")
+    if kind == "shell":  # in a container it is the server that runs it
+        environment = entry.get("environment")
+        return not isinstance(environment, dict) or environment.get("type") == "local"
+    if kind == "tool_search":
+        return entry.get("execution") == "client"
+    return kind in _RUN_BY_CLIENT
 
 
 def _grammar(entry: Mapping[str, Any], at: str) -> str:

@@ -27,7 +27,16 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.conversation import (
+    AssistantTurn,
+    Conversation,
+    Item,
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    without_surrogates,
+)
 from gym_capture.engines.hf_messages import FirstSystem, Habits, LateSystem, in_call_order, place, to_messages
 from gym_capture.errors import ConfigError
 from gym_capture.records import IdArray
@@ -201,10 +210,10 @@ class HfChatTemplate:
         )
 
     def encode(self, text: str) -> IdArray:
-        return self._codec.encode(_without_surrogates(text))
+        return self._codec.encode(without_surrogates(text))
 
     def encode_plain(self, text: str) -> IdArray:
-        return self._codec.encode_plain(_without_surrogates(text))
+        return self._codec.encode_plain(without_surrogates(text))
 
     def decode(self, ids: IdArray) -> str:
         return self._codec.decode(ids)
@@ -345,8 +354,3 @@ class HfChatTemplate:
 _PROBE_TOOL: Final = Tool(
     "probe", "Probes.", '{"properties":{"value":{"description":"A word.","type":"string"}},"type":"object"}'
 )
-
-
-def _without_surrogates(text: str) -> str:
-    """Half an emoji, which JSON in a call's arguments can spell, becomes U+FFFD: no tokenizer can hold it."""
-    return text if text.isascii() else text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

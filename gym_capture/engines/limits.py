@@ -7,6 +7,7 @@ has other callers: log probabilities that are no numbers mask a rollout, and one
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from typing import Any, Final
@@ -45,6 +46,29 @@ def check_sampling(sampling: Mapping[str, Any], *, vocab_size: int) -> None:
             )
         if not -100.0 <= bias <= 100.0:
             raise InvalidRequestError(f"logit_bias: {key} must be between -100 and 100", param="logit_bias")
+
+
+def object_schema(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The schema of a tool's arguments as a grammar needs it: they are an object, whatever else the client wrote."""
+    if "type" not in schema:
+        # Next to these a type would be one condition of several, which not every compiler of grammars reads so.
+        return schema if {"$ref", "anyOf", "oneOf", "allOf"} & schema.keys() else {"type": "object", **schema}
+    return schema if schema["type"] == "object" else {"type": "object"}
+
+
+def arguments_as_objects(structural_tag: str) -> str:
+    """vLLM's grammar for calls, where it leaves the arguments of tools that are not strict to be any JSON value."""
+    return json.dumps(_without_any(json.loads(structural_tag)))
+
+
+def _without_any(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_without_any(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "json_schema" and "json_schema" in node:
+        return {**node, "json_schema": {"type": "object"}} if node["json_schema"] is True else node
+    return {key: _without_any(value) for key, value in node.items()}
 
 
 def check_schema(schema: object, *, param: str) -> None:

@@ -16,7 +16,7 @@ import subprocess
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -52,8 +52,9 @@ from gym_capture.calls import (
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
 from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.engines.limits import check_sampling, check_schema
+from gym_capture.engines.limits import arguments_as_objects, check_sampling, check_schema, object_schema
 from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, joined, merged
+from gym_capture.engines.vllm_sampling import ALWAYS, IF_SET, recorded_sampling
 from gym_capture.errors import (
     ConfigError,
     EngineDeadError,
@@ -68,19 +69,6 @@ _CONTEXT_IDS = 8
 """How many ids before the first generated one tell how that one is written."""
 _MAX_MESSAGE = 500
 """Characters of an error: vLLM repeats what it was given."""
-_SAMPLING_NAMES = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "min_tokens",
-    "max_tokens",
-)
-"""Those that shape the distribution; a record says what they were."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,7 +184,7 @@ class VllmEngine:
                 self._parsers.tokenizer, chat.tools, model_config=self._parsers.model_config, chat_template_kwargs={}
             )
             # Forced tool choice becomes structured output here, and parsers ask for the special tokens they read.
-            chat = parser.adjust_request(chat)
+            chat = constrained(parser.adjust_request(chat), request)
         params = chat.to_sampling_params(max_tokens, self._default_sampling)
         params.logprobs = request.top_logprobs or 0
         params.detokenize = True
@@ -220,7 +208,7 @@ class VllmEngine:
             chunks=self._chunks(outputs, call_id, request, self._prompt_echo(ids, params), constrained_by),
             parser=output_parser,
             abort=partial(self._abort, call_id),
-            sampling=_recorded_sampling(params),
+            sampling=recorded_sampling(params),
         )
 
     async def _abort(self, call_id: str) -> None:
@@ -352,7 +340,7 @@ def chat_request(request: ModelRequest) -> ChatCompletionRequest:
     if request.response_format is not None:
         body["response_format"] = dict(request.response_format)
     if request.conversation.tools:
-        body["tools"] = [tool.as_openai() for tool in request.conversation.tools]
+        body["tools"] = [_for_grammars(tool.as_openai()) for tool in request.conversation.tools]
         body["tool_choice"] = (
             {"type": "function", "function": {"name": request.tool_choice.name}}
             if isinstance(request.tool_choice, NamedToolChoice)
@@ -369,6 +357,19 @@ def chat_request(request: ModelRequest) -> ChatCompletionRequest:
         first = error.errors()[0]
         param = str(first["loc"][0]) if first["loc"] else None
         raise InvalidRequestError(f"{param or 'request'}: {first['msg']}"[:_MAX_MESSAGE], param=param) from error
+
+
+def _for_grammars(tool: dict[str, Any]) -> dict[str, Any]:
+    function = tool["function"]
+    return {**tool, "function": {**function, "parameters": object_schema(function["parameters"])}}
+
+
+def constrained(chat: ChatCompletionRequest, request: ModelRequest) -> ChatCompletionRequest:
+    """`chat` with the constraint that vLLM made for its tools: arguments are objects, where it takes any JSON."""
+    made = chat.structured_outputs
+    if made is not None and made.structural_tag is not None and request.conversation.tools:
+        chat.structured_outputs = replace(made, structural_tag=arguments_as_objects(made.structural_tag))
+    return chat
 
 
 def _schema_param(request: ModelRequest) -> str:
@@ -389,22 +390,10 @@ def _refused(error: Exception, *, param: str | None, call_id: str) -> InvalidReq
     message = str(error.args[0] if error.args else error)[:_MAX_MESSAGE]
     if isinstance(error, RecursionError):
         message = f"{param} is nested too deep"
-    named = next((name for name in (*_SAMPLING_NAMES, "stop", "logit_bias") if message.startswith(name)), param)
+    named = next((name for name in (*ALWAYS, *IF_SET) if message.startswith(name)), param)
     if isinstance(error, VLLMValidationError) and error.parameter is not None:
         named = {"logprobs": "top_logprobs"}.get(error.parameter, error.parameter)
     return InvalidRequestError(message, param=named, call_id=call_id)
-
-
-def _recorded_sampling(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that shape the distribution, as they were in force."""
-    recorded: dict[str, Any] = {
-        name: value for name in _SAMPLING_NAMES if (value := params.__getattribute__(name)) is not None
-    }
-    if params.stop:
-        recorded["stop"] = list(params.stop)
-    if params.structured_outputs is not None:
-        recorded["structured_outputs"] = True
-    return recorded
 
 
 def text_of_next(tokenizer: Any, prompt_ids: list[int], params: SamplingParams) -> Callable[[int], str]:

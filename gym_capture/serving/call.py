@@ -22,14 +22,16 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage
+from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage, sendable
 from gym_capture.conversation import AssistantTurn
+from gym_capture.dialects import fields
 from gym_capture.engines.base import Engine, Generation, GenerationChunk
 from gym_capture.errors import (
     ContextLengthError,
     EngineError,
     GymCaptureError,
     InvalidRequestError,
+    Overflow,
     RecordError,
     StoreError,
     UnknownModelError,
@@ -137,7 +139,7 @@ class CallService:
         self._state = state
         self._fingerprinter = fingerprinter
         self._prefix_supply = prefix_supply
-        self._pin = dict(sampling_pin)
+        self._pin = fields.whole_pin(sampling_pin)
         self._sessions = _Sessions(session_cache)
         self._clock = clock
         # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
@@ -216,17 +218,11 @@ class CallService:
         # A template writes a token or more for each.
         parts = len(request.conversation.items) + len(request.conversation.tools)
         if parts > limit:
-            raise ContextLengthError(
-                f"the conversation has {parts:,} messages and tools, but this model's context holds {limit:,} tokens; "
-                "shorten it"
-            )
+            raise ContextLengthError(Overflow(parts, limit, is_at_least=True))
         size = _text_size(request)
         # Twice: a tokenizer may normalize characters away.
         if longest is not None and size > 2 * longest * limit:
-            raise ContextLengthError(
-                f"the conversation has {size:,} characters, which is far beyond the {limit:,} tokens "
-                "that this model's context holds; shorten it"
-            )
+            raise ContextLengthError(Overflow(-(-size // (2 * longest)), limit, is_at_least=True))
 
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
@@ -265,11 +261,7 @@ class CallService:
         limit = self._engine.model.max_model_len
         room = limit - int(prompt.ids.size)
         if room < 1:
-            raise ContextLengthError(
-                f"the prompt has {prompt.ids.size} tokens, but this model's context holds {limit}, "
-                "generation included; shorten the conversation",
-                call_id=call_id,
-            )
+            raise ContextLengthError(Overflow(int(prompt.ids.size), limit), call_id=call_id)
         max_tokens = min(request.max_tokens or room, room)
         generation = self._engine.generate(
             call_id=call_id, prompt_ids=prompt.ids, request=request, max_tokens=max_tokens, stream=request.stream
@@ -341,7 +333,7 @@ class CallInFlight:
         """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
         async for chunk in self._generation.chunks:
             self._chunks.append(chunk)
-            events = self._generation.parser.feed(chunk)
+            events = [sendable(event) for event in self._generation.parser.feed(chunk)]
             for event in events:
                 self._turn.add(event)
             if events or chunk.shown_log_probs:
@@ -472,7 +464,7 @@ class CallInFlight:
             weight_versions=last.weight_versions,
             sampling=self._sampling(),
             max_tokens=self.request.max_tokens,
-            normalized=tracked.rules,
+            normalized=(*tracked.rules, *self.request.left_out),
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )

@@ -94,7 +94,11 @@ class GraphArgs(BaseModel):
     prefix_supply: bool = True
     """Make the prompt of a call start with its parent's exact ids. Off: the template renders the whole conversation."""
     sampling_pin: Annotated[Object, AfterValidator(_known_sampling)] = Field(default_factory=dict)
-    """Sampling parameters forced on every call, whatever the client asks, e.g. `{temperature: 1.0, top_p: 1.0}`."""
+    """Sampling parameters forced on every call, whatever the client asks, e.g. `{temperature: 1.0}`.
+
+    A pin pins everything that shapes the distribution: what it does not name is neutral (`fields.NEUTRAL`), whatever
+    the client or the model's own defaults say. `null` leaves a parameter to them.
+    """
     stream_interval_s: NonNegativeFloat = 0.02
     """Streamed text leaves at most this often, and what came meanwhile leaves together; the first text never waits."""
     keep_alive_s: PositiveFloat = 10.0

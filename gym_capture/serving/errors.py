@@ -31,7 +31,9 @@ def classify(error: Exception) -> ApiError:
     """What a client is told of `error`; server-side faults are logged, once, here."""
     match error:
         case ContextLengthError():
-            return ApiError(status=400, kind="context_length", message=error.message, param="messages")
+            return ApiError(
+                status=400, kind="context_length", message=error.message, param="messages", overflow=error.overflow
+            )
         case RequestTooLargeError():
             return ApiError(status=413, kind="too_large", message=error.message)
         case UnknownRolloutError():

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Receive, Scope, Send
@@ -52,6 +53,8 @@ _DIALECTS: Final[Mapping[str, Dialect]] = {
 }
 _COUNT_TOKENS: Final = "/v1/messages/count_tokens"
 _ROLLOUT: Final = "/ng-rollout/{rollout_id}"
+_GREETINGS: Final = ("", "/", "/api/hello")
+"""Below a base URL: what clients ask to see whether a server is there, or to warm a connection."""
 _PREFIXES: Final = ("", _ROLLOUT, f"{_ROLLOUT}/training-token-capture")
 _JSON: Final = "application/json"
 _DIGITS: Final = 18
@@ -127,8 +130,7 @@ def build_gateway(
             ("GET", "/v1/models", models),
             ("GET", "/v1/models/{model:path}", one_model),
             # Clients look whether anybody is there before they send anything.
-            ("GET", "" if prefix else "/", index),
-            ("HEAD", "" if prefix else "/", index),
+            *(("GET", path, index) for path in _GREETINGS if prefix + path),
         ]
         for method, path, handler in routes:
             is_call = method == "POST"
@@ -143,6 +145,9 @@ def build_gateway(
     app.add_api_route(f"{_ROLLOUT}/token-records", records, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", healthz, methods=["GET"])
     app.add_api_route("/stats", stats, methods=["GET"])
+    for route in tuple(app.routes):
+        if isinstance(route, APIRoute) and "GET" in route.methods:
+            app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:

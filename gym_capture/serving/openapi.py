@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from gym_capture.dialects.fields import MAX_COUNT
+from gym_capture.dialects.fields import MAX_COUNT, MAX_STOP_STRINGS
 
 Schema = Mapping[str, Any]
 
@@ -37,12 +37,14 @@ def _object(required: Mapping[str, Schema], optional: Mapping[str, Schema] | Non
     }
 
 
-def _array(items: Schema, *, at_least: int = 0) -> Schema:
-    return {"type": "array", "items": items, "minItems": at_least}
+def _array(items: Schema, *, at_least: int = 0, at_most: int | None = None) -> Schema:
+    array = {"type": "array", "items": items, "minItems": at_least}
+    return array if at_most is None else {**array, "maxItems": at_most}
 
 
 _SAMPLING: Final[Mapping[str, Schema]] = {"temperature": _NUMBER, "top_p": _NUMBER}
-_STOP: Final[Schema] = {"anyOf": [_NAME, _array(_NAME)]}
+_STOPS: Final = _array(_NAME, at_most=MAX_STOP_STRINGS)
+_STOP: Final[Schema] = {"anyOf": [_NAME, _STOPS]}
 
 
 def _content(*types: str, is_typed: bool = True) -> Schema:
@@ -69,6 +71,7 @@ _CHAT: Final = _object(
         "stop": _STOP,
         "logprobs": _BOOLEAN,
         "n": {"enum": [1]},
+        "modalities": _array(_one_of("text")),
         "tools": _array(_object({"type": _one_of("function"), "function": _FUNCTION})),
     },
 )
@@ -102,7 +105,7 @@ _BEFORE_MESSAGES: Final = {
 _COUNT: Final = _object(_MESSAGES, _BEFORE_MESSAGES)
 _MESSAGE: Final = _object(
     {**_MESSAGES, "max_tokens": _POSITIVE},
-    {**_BEFORE_MESSAGES, **_SAMPLING, "stream": _BOOLEAN, "stop_sequences": _array(_NAME)},
+    {**_BEFORE_MESSAGES, **_SAMPLING, "stream": _BOOLEAN, "stop_sequences": _STOPS},
 )
 
 _OPENAI_ERROR: Final = _object({"error": _object({"message": _STRING, "type": _STRING}, {"param": {}, "code": {}})})

@@ -69,6 +69,8 @@ def claude_code_environment(*, url: str, rollout_id: str, token: str) -> dict[st
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "DISABLE_TELEMETRY": "1",
         "DISABLE_AUTOUPDATER": "1",
+        "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "3600000",
+        "API_TIMEOUT_MS": "3600000",
         "IS_SANDBOX": "1",
         "CLAUDE_CODE_MAX_CONTEXT_TOKENS": "32768",
     }

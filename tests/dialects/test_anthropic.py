@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -136,6 +138,35 @@ def test_AN_05_results_come_before_the_text_of_their_message() -> None:
     )
 
 
+PLAIN_WORDS = {"type": "text", "media_type": "text/plain", "data": "plain words"}
+TEXT_BY_ANOTHER_NAME: list[tuple[dict[str, Any], str]] = [
+    (
+        {"type": "document", "title": "a.txt", "context": "A note.", "source": PLAIN_WORDS, "citations": None},
+        "<document>\n<title>a.txt</title>\n<context>A note.</context>\nplain words\n</document>\n",
+    ),
+    (
+        {"type": "document", "source": {"type": "content", "content": [text("plain "), text("words")]}},
+        "<document>\nplain words\n</document>\n",
+    ),
+    (
+        {"type": "document", "source": {"type": "content", "content": "plain words"}},
+        "<document>\nplain words\n</document>\n",
+    ),
+    (
+        {"type": "search_result", "source": "http://x", "title": "t", "content": [text("plain words")]},
+        "<search_result>\n<title>t</title>\n<source>http://x</source>\nplain words\n</search_result>\n",
+    ),
+    ({"type": "tool_reference", "tool_name": "Grep"}, "<tool_reference>Grep</tool_reference>\n"),
+]
+
+
+@pytest.mark.parametrize(("block", "shown"), TEXT_BY_ANOTHER_NAME)
+def test_AN_14_text_by_another_name_is_text(block: dict[str, Any], shown: str) -> None:
+    as_result = items(USER, assistant(use("t", "f")), user(result("t", [text("see "), block])))
+    assert as_result[-1] == ToolResult("t", f"see {shown}")
+    assert items(user(text("see "), block, text("that"))) == (Message("user", f"see {shown}that"),)
+
+
 def test_results_alone_make_no_user_message() -> None:
     for block in (result("t1", ""), result("t1", []), result("t1", None), {"type": "tool_result", "tool_use_id": "t1"}):
         assert items(USER, assistant(use("t1", "f")), user(block, text("")))[2:] == (ToolResult("t1", ""),)
@@ -241,6 +272,11 @@ def test_AN_03_what_is_counted_is_the_prompt_that_would_be_generated_from() -> N
     assert counted.conversation.tools == (WEATHER_TOOL,)
 
 
+def test_AN_14_what_is_counted_has_the_documents_too() -> None:
+    fields: dict[str, Any] = {"messages": [user(*(block for block, _ in TEXT_BY_ANOTHER_NAME))]}
+    assert MESSAGES.parse_count(body(**fields)).conversation == parse(**fields).conversation
+
+
 # --- tools and parameters ----------------------------------------------------------------------------------------
 
 
@@ -270,10 +306,15 @@ def test_AN_09_tools_of_the_client_are_offered_and_those_of_a_server_are_not() -
         WEATHER_TOOL,
         Tool("w2", "", WEATHER_TOOL.parameters_json, strict=True),
     )
-    assert request == parse(tools=[WEATHER, {"name": "w2", "input_schema": SCHEMA, "strict": True}])
+    assert request.left_out == ("tool_left_out:web_search", "tool_left_out:mcp_toolset")
+    offered = parse(tools=[WEATHER, {"name": "w2", "input_schema": SCHEMA, "strict": True}])
+    assert replace(request, left_out=()) == offered
 
 
-@pytest.mark.parametrize("kind", ["bash_20250124", "text_editor_20250728", "computer_20250124", "memory_20250818"])
+@pytest.mark.parametrize(
+    "kind",
+    ["bash_20250124", "text_editor_20250728", "computer_20250124", "memory_20250818", "browser_toolset_20260801"],
+)
 def test_a_tool_that_the_client_runs_and_nobody_describes_is_refused(kind: str) -> None:
     error = refused(tools=[{"type": kind, "name": "x"}])
     assert error.param == "tools.0.type"
@@ -320,15 +361,83 @@ def test_a_wanted_format_is_passed_on_as_openai_spells_it(fields: dict[str, Any]
     }
 
 
+@pytest.mark.parametrize(
+    ("kinds", "left_out"),
+    [
+        ([], ()),
+        (["web_search_20250305", "web_search_20260318"], ("tool_left_out:web_search",)),
+        (
+            ["code_execution_20250825", "web_fetch_20250910"],
+            ("tool_left_out:code_execution", "tool_left_out:web_fetch"),
+        ),
+        (["tool_search_tool_bm25_20251119"], ("tool_left_out:tool_search_tool_bm25",)),
+        (["whatever_20990101", "x" * 99], ("tool_left_out:other",)),
+    ],
+)
+def test_tools_that_are_not_offered_are_told_by_few_names(kinds: list[str], left_out: tuple[str, ...]) -> None:
+    tools = [WEATHER, *({"type": kind, "name": f"n{index}"} for index, kind in enumerate(kinds))]
+    request = parse(tools=tools)
+    assert (request.conversation.tools, request.left_out) == ((WEATHER_TOOL,), left_out)
+
+
+def test_more_stop_sequences_than_are_served_are_refused_by_the_name_that_the_client_knows() -> None:
+    assert parse(stop_sequences=["a", "b", "c", "d"]).sampling["stop"] == ["a", "b", "c", "d"]
+    error = refused(stop_sequences=["a", "b", "c", "d", "e"])
+    assert (error.param, error.message) == (
+        "stop_sequences",
+        "stop_sequences has 5 strings: this server takes at most 4",
+    )
+
+
 # --- refusals ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["user", "assistant", "system"])
-@pytest.mark.parametrize("kind", ["image", "document", "server_tool_use", "web_search_tool_result", "search_result"])
+@pytest.mark.parametrize(
+    ("role", "kind"),
+    [
+        *itertools.product(
+            ["user", "assistant", "system"], ["image", "container_upload", "server_tool_use", "web_search_tool_result"]
+        ),
+        *itertools.product(["assistant", "system"], ["document", "search_result", "tool_reference"]),
+    ],
+)
 def test_blocks_that_the_policy_cannot_see_are_named(role: str, kind: str) -> None:
     error = refused(messages=[USER, {"role": role, "content": [text("a"), {"type": kind, "source": {}}]}, USER])
     assert error.param == "messages.1.content.1.type"
     assert kind in error.message
+
+
+PDF = {"type": "base64", "media_type": "application/pdf", "data": "JVBERi0="}
+
+
+@pytest.mark.parametrize(
+    "source", [PDF, {"type": "url", "url": "http://x/a.pdf"}, {"type": "file", "file_id": "file_1"}]
+)
+@pytest.mark.parametrize("is_result", [True, False])
+def test_AN_14_a_document_that_is_no_text_is_named(source: dict[str, Any], is_result: bool) -> None:
+    document = {"type": "document", "title": "a.pdf", "source": source}
+    blocks = [result("t", [text("a"), document])] if is_result else [text("a"), document]
+    error = refused(messages=[USER, assistant(use("t", "f")), user(*blocks)])
+    at = "messages.2.content.0.content.1" if is_result else "messages.2.content.1"
+    assert error.param == f"{at}.source.type"
+    assert f"source of type {source['type']}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("block", "named"),
+    [
+        ({"type": "document"}, "source"),
+        ({"type": "document", "source": {"type": "text"}}, "source.data"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "image"}]}}, "source.content.0.type"),
+        ({"type": "document", "title": 1, "source": {"type": "text", "data": "x"}}, "title"),
+        ({"type": "search_result", "source": "http://x", "content": []}, "title"),
+        ({"type": "search_result", "title": "t", "content": []}, "source"),
+        ({"type": "search_result", "title": "t", "source": "s", "content": [{"type": "image"}]}, "content.0.type"),
+        ({"type": "tool_reference"}, "tool_name"),
+    ],
+)
+def test_AN_14_a_part_that_is_missing_or_no_text_is_named(block: dict[str, Any], named: str) -> None:
+    assert refused(messages=[user(block)]).param == f"messages.0.content.0.{named}"
 
 
 def test_an_image_in_a_result_is_named() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import anthropic
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 from gym_capture.dialects.anthropic_input import arguments_of, input_json
 from gym_capture.dialects.base import ApiError
+from gym_capture.errors import Overflow
 from gym_capture.fingerprint import Fingerprinter, canonical_arguments
 from tests.dialects.anthropic_sdk import (
     IDENTITY,
@@ -343,5 +345,13 @@ def test_errors_have_their_shape_and_status(kind: str, status: int, told: str, t
 
 
 def test_a_prompt_that_is_too_long_is_said_in_the_words_that_agents_look_for() -> None:
-    error = ApiError(status=400, kind="context_length", message="it has 9 tokens, of which 8 fit")
-    assert json.loads(MESSAGES.error(error))["error"]["message"].startswith("prompt is too long: it has 9 tokens")
+    for overflow, said in (
+        (Overflow(4096, 4096), "prompt is too long: 4096 tokens > 4095 maximum"),
+        (Overflow(9000, 4096, is_at_least=True), "prompt is too long: at least 9000 tokens > 4095 maximum"),
+    ):
+        error = ApiError(status=400, kind="context_length", message="m", overflow=overflow)
+        assert json.loads(MESSAGES.error(error))["error"]["message"] == said
+        # How an agent finds out by how much it has to shorten the conversation.
+        found = re.search(r"prompt is too long[^0-9]*(\d+)\s*tokens?\s*>\s*(\d+)", said)
+        assert found is not None
+        assert int(found[1]) - int(found[2]) == overflow.tokens - 4095

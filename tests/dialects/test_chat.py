@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from gym_capture.calls import (
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool, ToolCall, ToolResult
 from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.chat import ChatDialect
-from gym_capture.errors import InvalidRequestError
+from gym_capture.errors import InvalidRequestError, Overflow
 from gym_capture.fingerprint import Fingerprinter
 
 CHAT = ChatDialect()
@@ -186,6 +187,63 @@ def test_tool_choice(sent: object, meant: object) -> None:
     assert parse(tools=[WEATHER], tool_choice=sent).tool_choice == meant
 
 
+NOW = {"type": "function", "function": {"name": "now"}}
+TIDE = {"type": "function", "function": {"name": "tide"}}
+
+
+@pytest.mark.parametrize(
+    ("mode", "allowed", "meant", "left"),
+    [
+        ("auto", [WEATHER, NOW], "auto", ["get_weather", "now"]),
+        ("auto", [NOW], "auto", ["now"]),
+        ("auto", [], "auto", []),
+        ("required", [TIDE, NOW], "required", ["now", "tide"]),
+        ("required", [NOW], NamedToolChoice("now"), ["get_weather", "now", "tide"]),
+    ],
+)
+def test_allowed_tools_narrow_the_offer(mode: str, allowed: list[Any], meant: object, left: list[str]) -> None:
+    choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+    request = parse(tools=[WEATHER, NOW, TIDE], tool_choice=choice)
+    assert request.tool_choice == meant
+    assert [tool.name for tool in request.conversation.tools] == left
+
+
+def test_thinking_parts_are_reasoning_and_no_part_of_the_text() -> None:
+    parts = [{"type": "thinking", "thinking": "hm, ", "closed": True}, {"type": "text", "text": "hello"}]
+    echoed = {"role": "assistant", "content": [*parts, {"type": "thinking", "thinking": "well"}]}
+    assert items(USER, echoed) == (Message("user", "hi"), AssistantTurn("hello", reasoning="hm, well"))
+    assert items(USER, {**echoed, "reasoning_content": "r"})[-1] == AssistantTurn("hello", reasoning="r")
+    thoughts_alone = {"role": "assistant", "content": parts[:1]}
+    assert items(USER, thoughts_alone)[-1] == AssistantTurn("", reasoning="hm, ")
+
+
+def test_a_search_by_the_server_is_told_as_left_out() -> None:
+    assert parse(web_search_options={}).left_out == ("tool_left_out:web_search",)
+    assert parse(web_search_options=None).left_out == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"functions": [{"name": "f"}]}, "functions belongs to the API of before tools, .* send tools instead"),
+        ({"function_call": {"name": "f"}}, "send tool_choice instead"),
+        ({"messages": [{"role": "assistant", "function_call": {"name": "f"}}]}, "send tool_calls instead"),
+        ({"messages": [{"role": "function", "name": "f", "content": "x"}]}, "send the role 'tool' instead"),
+        ({"modalities": ["text", "audio"]}, "answers with text only"),
+        ({"messages": [{"role": "assistant", "audio": {"id": "a"}}]}, "takes text only"),
+        ({"stop": list("abcde")}, "stop has 5 strings: this server takes at most 4"),
+    ],
+)
+def test_what_a_client_would_wait_for_in_vain_is_refused_with_what_to_do(fields: dict[str, Any], said: str) -> None:
+    assert re.search(said, refused(json.dumps({"model": "m", "messages": [USER], **fields}).encode()).message)
+
+
+def test_fields_of_before_tools_that_say_nothing_are_fine() -> None:
+    null = {"role": "assistant", "content": "x", "function_call": None, "audio": None}
+    silent = {"functions": [], "function_call": "none", "modalities": ["text"], "audio": None}
+    assert parse(messages=[USER, null], **silent) == parse(messages=[USER, {"role": "assistant", "content": "x"}])
+
+
 def test_sampling_fields_go_by_their_engine_names() -> None:
     sampling = {
         "temperature": 0,
@@ -287,6 +345,36 @@ def test_SE_03_a_client_cannot_choose_what_the_policy_sees() -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": "any"}, "tool_choice"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.function"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tools": [WEATHER], "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"tools": []}}},
+            "tool_choice.allowed_tools.mode",
+        ),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto"}}},
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": []}},
+            },
+            "tool_choice.allowed_tools.tools",
+        ),
+        (
+            {
+                "tools": [WEATHER],
+                "tool_choice": {
+                    "type": "allowed_tools",
+                    "allowed_tools": {"mode": "auto", "tools": [{"function": {"name": "other"}}]},
+                },
+            },
+            "tool_choice.allowed_tools.tools.0",
+        ),
+        ({"modalities": "audio"}, "modalities"),
+        ({"messages": [{"role": "user", "content": [{"type": "thinking"}]}]}, "messages.0.content.0.type"),
+        ({"messages": [{"role": "assistant", "content": [{"type": "thinking"}]}]}, "messages.0.content.0.thinking"),
         ({"tools": [WEATHER], "tool_choice": {"function": {"name": "other"}}}, "tool_choice"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": True}, "temperature"),
@@ -463,6 +551,21 @@ def test_errors_have_the_shape_of_the_api_and_end_a_stream_without_done(
     assert json.loads(frame.removeprefix(b"data: ")) == expected
     assert frame.endswith(b"\n\n")
     assert b"[DONE]" not in frame
+
+
+def test_a_context_that_overflows_is_said_in_the_words_that_clients_look_for() -> None:
+    for overflow, counted in (
+        (Overflow(5000, 4096), "5000"),
+        (Overflow(5000, 4096, is_at_least=True), "at least 5000"),
+    ):
+        error = ApiError(status=400, kind="context_length", message="m", param="messages", overflow=overflow)
+        told = json.loads(CHAT.error(error))["error"]
+        assert told["code"] == "context_length_exceeded"
+        # What LiteLLM, LangChain and others search for, in the case that they search it in.
+        assert "Input tokens exceed the configured limit" in told["message"]
+        assert "this model's maximum context length is 4096 tokens" in told["message"].lower()
+        assert f"your messages resulted in {counted} tokens" in told["message"]
+        assert not re.search(r"\d,\d", told["message"])  # some read the numbers
 
 
 @given(st.lists(st.one_of(st.builds(TextDelta, st.text()), st.builds(ReasoningDelta, st.text())), max_size=5))

@@ -30,7 +30,11 @@ AGENTS = {
     "tools": [{"type": "function", "name": "spawn"}, {"type": "function", "name": "wait", "parameters": SCHEMA}],
 }
 PATCH = {"type": "custom", "name": "apply_patch", "description": "Edits files."}
-HOSTED = ({"type": "web_search", "external_web_access": True}, {"type": "mcp", "server_label": "x"}, {"type": "shell"})
+HOSTED = (
+    {"type": "web_search", "external_web_access": True},
+    {"type": "mcp", "server_label": "x"},
+    {"type": "shell", "environment": {"type": "container_auto"}},
+)
 
 
 def body(**fields: Any) -> bytes:
@@ -270,7 +274,37 @@ def test_functions_of_a_namespace_get_flat_names() -> None:
 def test_what_only_openai_can_run_is_not_offered() -> None:
     assert offered(*HOSTED, WEATHER, {"type": "brand_new"}) == ("get_weather",)
     assert offered(*HOSTED) == ()
-    assert parse(tools=list(HOSTED)).tool_choice == "auto"
+    request = parse(tools=[*HOSTED, HOSTED[0], {"type": "brand_new"}])
+    assert request.tool_choice == "auto"
+    assert request.left_out == tuple(f"tool_left_out:{name}" for name in ("web_search", "mcp", "shell", "other"))
+    assert parse(tools=[WEATHER]).left_out == ()
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"type": "local_shell"},
+        {"type": "shell"},
+        {"type": "shell", "environment": {"type": "local"}},
+        {"type": "apply_patch"},
+        {"type": "computer"},
+        {"type": "computer_use_preview", "display_width": 1, "display_height": 1, "environment": "browser"},
+        {"type": "tool_search", "execution": "client", "parameters": {"type": "object"}},
+    ],
+)
+def test_what_the_client_runs_and_nobody_describes_is_refused(tool: dict[str, Any]) -> None:
+    error = refused(tools=[WEATHER, tool])
+    assert error.param == "tools.1.type"
+    assert f"{tool['type']!r} are not supported" in error.message
+    added = {"type": "additional_tools", "role": "developer", "tools": [tool]}
+    assert refused(input=[added, USER]).param == "input.0.tools.0.type"
+    inside = {"type": "namespace", "name": "n", "tools": [tool]}
+    assert refused(tools=[inside]).param == "tools.0.tools.0.type"
+
+
+def test_tools_that_a_server_searches_are_offered_all_at_once() -> None:
+    request = parse(tools=[WEATHER, {"type": "tool_search", "execution": "server"}])
+    assert (request.conversation.tools, request.left_out) == ((WEATHER_TOOL,), ("tool_left_out:tool_search",))
 
 
 def test_input_items_can_add_tools() -> None:

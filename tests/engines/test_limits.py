@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import pytest
 
-from gym_capture.engines.limits import SCHEMA_LIMITS, check_sampling, check_schema
+from gym_capture.engines.limits import (
+    SCHEMA_LIMITS,
+    arguments_as_objects,
+    check_sampling,
+    check_schema,
+    object_schema,
+)
 from gym_capture.errors import InvalidRequestError
 
 
@@ -78,3 +85,30 @@ def test_a_schema_may_be_deep_and_hold_anything() -> None:
     for _ in range(100_000):
         schema = {"items": schema}
     check_schema(schema, param="response_format")
+
+
+@pytest.mark.parametrize(
+    ("schema", "meant"),
+    [
+        ({"type": "object", "properties": {}}, {"type": "object", "properties": {}}),
+        ({"properties": {"a": {}}}, {"type": "object", "properties": {"a": {}}}),
+        ({"description": "x"}, {"type": "object", "description": "x"}),
+        ({"type": "string"}, {"type": "object"}),
+        ({"type": ["object", "null"]}, {"type": "object"}),
+        ({"type": None}, {"type": "object"}),
+        ({"anyOf": [{"type": "object"}]}, {"anyOf": [{"type": "object"}]}),
+        ({"$ref": "#/$defs/a", "$defs": {"a": {}}}, {"$ref": "#/$defs/a", "$defs": {"a": {}}}),
+    ],
+)
+def test_arguments_are_an_object_whatever_a_tool_s_schema_says(schema: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert object_schema(schema) == meant
+
+
+def test_only_what_may_be_anything_becomes_an_object() -> None:
+    strict = {"type": "json_schema", "json_schema": {"type": "object", "properties": {"json_schema": True}}}
+    free = {"type": "json_schema", "json_schema": True, "style": "json"}
+    tag = {"type": "structural_tag", "format": {"type": "or", "elements": [strict, {"tags": [{"content": free}]}]}}
+    done = json.loads(arguments_as_objects(json.dumps(tag)))
+    kept, [changed] = done["format"]["elements"][0], done["format"]["elements"][1]["tags"]
+    assert kept == strict
+    assert changed == {"content": {**free, "json_schema": {"type": "object"}}}

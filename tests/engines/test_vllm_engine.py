@@ -175,6 +175,17 @@ def test_a_forced_call_cut_by_length_is_the_same_streamed_and_whole(running: Run
     assert [call[1:] for call in streamed.tool_calls] == [(name, arguments)]
 
 
+@pytest.mark.parametrize("tool_choice", ["required", NamedToolChoice("f")], ids=["required", "named"])
+def test_a_forced_call_of_a_tool_that_is_not_strict_has_an_object(running: Running, tool_choice: Any) -> None:
+    conversation = Conversation(CONVERSATION.items, (Tool("f", "", '{"description":"x"}'),))
+    for seed in range(8):
+        request = asking(conversation=conversation, tool_choice=tool_choice, sampling={"seed": seed})
+        _, turn = running.generate(request, max_tokens=24)
+        ((_, name, arguments),) = turn.tool_calls
+        assert name == "f"
+        assert arguments.lstrip()[:1] in ("", "{")
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_ST_07_text_of_a_prompt_that_ends_inside_a_character_is_not_repeated(running: Running, stream: bool) -> None:
     template = running.engine.template

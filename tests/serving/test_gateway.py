@@ -15,6 +15,7 @@ import pytest
 
 from gym_capture.calls import ToolCallDelta, ToolCallStart
 from gym_capture.conversation import Conversation, Message
+from gym_capture.dialects import fields
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step, in_order, saying
 from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
@@ -147,14 +148,53 @@ def test_an_engine_that_changes_the_prompt_is_not_taken_for_a_continuation(templ
     asyncio.run(run())
 
 
+ASKED: dict[str, Any] = {
+    "temperature": 0.1,
+    "top_p": 0.2,
+    "top_k": 3,
+    "min_p": 0.4,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.6,
+    "repetition_penalty": 1.7,
+    "min_tokens": 8,
+    "logit_bias": {"5": 9.0},
+    "seed": 3,
+    "stop": "x",
+}
+ASKED_AS_READ = {**ASKED, "stop": ["x"]}
+
+
+def test_what_a_client_may_ask_is_pinned_or_left_on_purpose() -> None:
+    assert set(fields.SAMPLING) == set(ASKED) == {*fields.NEUTRAL, "seed", "stop"}
+
+
 def test_the_sampling_pin_is_forced_and_recorded(template: HfChatTemplate) -> None:
     async def run() -> None:
-        pin = {"temperature": 1.0, "top_p": 1.0, "top_k": 0}
-        replica = Replica(template, always(PLAIN), sampling_pin=pin)
-        await replica.chat(USER, temperature=0, top_p=0.1, seed=3)
-        assert replica.engine.calls[0].request.sampling == {**pin, "seed": 3}
+        replica = Replica(template, always(PLAIN), sampling_pin={"temperature": 0.5})
+        await replica.chat(USER, **ASKED)
+        # Nothing that shapes the distribution is left to the client; which sample it gets, and where it ends, is.
+        pinned = {**fields.NEUTRAL, "temperature": 0.5, "seed": 3, "stop": ["x"]}
+        assert replica.engine.calls[0].request.sampling == pinned
         (entry,) = await replica.state.entries()
-        assert {**pin, "seed": 3}.items() <= entry.sampling.items()
+        assert pinned.items() <= entry.sampling.items()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("pin", "left"),
+    [
+        ({}, set(ASKED)),
+        ({"top_p": None}, {"top_p", "seed", "stop"}),
+        ({"top_k": 0, "logit_bias": None, "seed": 7}, {"logit_bias", "stop"}),
+    ],
+)
+def test_a_pin_says_what_it_leaves_to_the_client(template: HfChatTemplate, pin: dict[str, Any], left: set[str]) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), sampling_pin=pin)
+        await replica.chat(USER, **ASKED)
+        forced = {**fields.NEUTRAL, **pin} if pin else {}
+        assert replica.engine.calls[0].request.sampling == {**forced, **{name: ASKED_AS_READ[name] for name in left}}
 
     asyncio.run(run())
 

@@ -67,7 +67,7 @@ def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
         response = await replica.chat({"role": "user", "content": " " * 1281})
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert "1,281 characters" in response.json()["error"]["message"]
+        assert "at least 65 tokens" in response.json()["error"]["message"]
         assert len((await replica.state.snapshot()).entries) == 1
 
     asyncio.run(run())
@@ -76,7 +76,7 @@ def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
 @pytest.mark.parametrize(
     ("body", "named"),
     [
-        ({"messages": [{"role": "user", "content": "x"}] * 65}, "65 messages and tools"),
+        ({"messages": [{"role": "user", "content": "x"}] * 65}, "at least 65 tokens"),
         ({"model": "m" * 257}, "model has more than 256"),
         ({"logit_bias": {str(n): 1 for n in range(50_001)}}, "logit_bias has more than 50,000"),
     ],

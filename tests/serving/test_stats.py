@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import pytest
@@ -32,6 +32,7 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         await state.mark_incomplete("r1", "capture_failed:lost", epoch=begun.epoch)
         await state.mark_undelivered("r1", "c2", epoch=begun.epoch)
         supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
+        supplied = replace(supplied, normalized=("billing_header", "tool_left_out:mcp"))
         refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
         for entry in (supplied, refused):
             await state.put(entry, epoch=begun.epoch)
@@ -48,6 +49,7 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         assert stats.put_bytes > 11 * 300
         assert stats.put_seconds > 0
         assert (stats.prefix_requested, stats.prefix_supplied) == (2, 1)
+        assert stats.rules == {"billing_header": 1, "tool_left_out:mcp": 1}
         assert stats.incomplete == {"capture_failed": 1}
         assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
         assert (stats.freezes, stats.drops) == (1, 1)
