@@ -35,8 +35,9 @@ test-fast: $(READY)  ## the tests that need no engine
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
 
-test-faults: $(READY)  ## clients leave in every way; every part is killed under load, 200 times; is anything lost? (half an hour)
+test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
 	$(BIN)/python -m tests.faults.leaving
+	$(BIN)/python -m tests.faults.scaling
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.
