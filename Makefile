@@ -39,8 +39,9 @@ test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the se
 test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, a lean Claude Code and Codex (about a minute)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "claude-code-lean or codex" $(ARGS)
 
-test-faults: $(READY)  ## clients leave in every way; every part is killed under load, 200 times; is anything lost? (half an hour)
+test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
 	$(BIN)/python -m tests.faults.leaving
+	$(BIN)/python -m tests.faults.scaling
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.

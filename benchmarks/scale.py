@@ -63,14 +63,19 @@ def scripted_graph() -> Iterator[str]:
             "model": str(tiny_dir()),
             "engine": IMPORT_PATH,
             "engine_args": {},
-            "max_ongoing_requests": 4096,
             "ray_actor_options": {"num_cpus": 1, "runtime_env": {"env_vars": {"PYTHONPATH": str(_ROOT)}}},
             "state": {"shards": 1, "namespace": _NAMESPACE, "directory": f"{folder}/records"},
         }
         with (
             private_ray(cpus=8, namespace=_NAMESPACE) as address,
             served_graph(
-                household, base=base, args=args, address=address, directory=Path(folder), on_wait=lambda _: None
+                household,
+                base=base,
+                args=args,
+                options={"user_config": {"running_calls": 4096}},
+                address=address,
+                directory=Path(folder),
+                on_wait=lambda _: None,
             ) as url,
         ):
             yield url

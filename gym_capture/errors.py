@@ -19,6 +19,7 @@ that boundary nothing catches `Exception`.
     │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.template`)
     │   ├── ContextLengthError     the prompt does not fit the model's context
     │   ├── RequestTooLargeError   more bytes than the server takes
+    │   ├── RequestTimeoutError    the body did not arrive in time
     │   ├── UnknownModelError      a model this graph does not serve, on an untracked route
     │   ├── UnknownRolloutError    nothing is recorded of the rollout whose records are asked for
     │   ├── InvalidRolloutIdError  an id outside the allowed alphabet or length
@@ -160,6 +161,10 @@ class RequestTooLargeError(RequestError):
     """The body has more bytes than the server takes."""
 
 
+class RequestTimeoutError(RequestError):
+    """The body did not arrive whole in time."""
+
+
 class UnknownModelError(RequestError):
     """A model this graph does not serve."""
 
@@ -189,8 +194,15 @@ class EngineOverloadedError(EngineError):
 
     retryable = True
 
-    def __init__(self, message: str, *, retry_after_s: float = 1.0, rollout_id: str | None = None) -> None:
-        super().__init__(message, rollout_id=rollout_id)
+    def __init__(
+        self,
+        message: str,
+        *,
+        retry_after_s: float = 1.0,
+        rollout_id: str | None = None,
+        call_id: str | None = None,
+    ) -> None:
+        super().__init__(message, rollout_id=rollout_id, call_id=call_id)
         self.retry_after_s = retry_after_s
 
 

@@ -4,8 +4,8 @@ Invariant: a file that passes holds no key that would be ignored. Ray Serve's ow
 `max_replica: 4` deploys without a word; here an unknown key is an error that names the key and the nearest known one.
 
 Flow: read the YAML (a key given twice is an error) -> Ray Serve's schema checks the values -> a walk over the same
-schema finds unknown keys -> the `args` of applications that this project builds are checked by their own model, and by
-`graph_rules`, which asks Ray, vLLM and this machine.
+schema finds unknown keys -> the `args` of applications that this project builds, and the `user_config` of their
+deployments, are checked by their own models, and the `args` by `graph_rules`, which asks Ray, vLLM and this machine.
 """
 
 from __future__ import annotations
@@ -32,6 +32,14 @@ class Findings(NamedTuple):
     warnings: list[str]
 
 
+class AppModels(NamedTuple):
+    """What checks an application beyond Ray Serve's schema."""
+
+    args: type[BaseModel]
+    user_configs: Mapping[str, type[BaseModel]]
+    """By the names of its deployments: there are no others."""
+
+
 ArgsRule: TypeAlias = Callable[[Mapping[str, Any], Location], Findings]
 """Checks the `args` of an application beyond their model; told where in the file they stand."""
 
@@ -49,12 +57,13 @@ def command(
     such as the model's folder, is a warning.
     """
     from gym_capture.commands import graph_rules
-    from gym_capture.serving.config import GraphArgs
+    from gym_capture.serving.config import DEPLOYMENT, GraphArgs, Limits
 
+    models = AppModels(GraphArgs, {DEPLOYMENT: Limits})
     console = Console(soft_wrap=True, highlight=False)
     bad = 0
     for file in files:
-        found = check_file(file, {APP_IMPORT_PATH: GraphArgs}, {APP_IMPORT_PATH: graph_rules.check})
+        found = check_file(file, {APP_IMPORT_PATH: models}, {APP_IMPORT_PATH: graph_rules.check})
         bad += bool(found.problems)
         console.print(f"{'[red]wrong[/]' if found.problems else '[green]ok[/]   '} {escape(str(file))}")
         for problem in found.problems:
@@ -65,11 +74,11 @@ def command(
         raise typer.Exit(1)
 
 
-def check_file(file: Path, args_models: Mapping[str, type[BaseModel]], args_rules: Mapping[str, ArgsRule]) -> Findings:
-    """What is wrong with a file. `args_models`, `args_rules`: what checks `args`, by application import path."""
+def check_file(file: Path, models: Mapping[str, AppModels], args_rules: Mapping[str, ArgsRule]) -> Findings:
+    """What is wrong with a file. `models`, `args_rules`: what checks an application, by its import path."""
     try:
         text = file.read_text(encoding="utf-8")
-        found = Findings(check_config(text, args_models), [])
+        found = Findings(check_config(text, models), [])
         for at, application in _applications(text):
             if application.get("import_path") in args_rules and isinstance(application.get("args"), dict):
                 further = args_rules[application["import_path"]](application["args"], (*at, "args"))
@@ -84,8 +93,8 @@ def check_file(file: Path, args_models: Mapping[str, type[BaseModel]], args_rule
         return Findings([nested], [])
 
 
-def check_config(text: str, args_models: Mapping[str, type[BaseModel]]) -> list[str]:
-    """The problems of a file's text. `args_models`: what checks `args`, by application import path."""
+def check_config(text: str, models: Mapping[str, AppModels]) -> list[str]:
+    """The problems of a file's text. `models`: what checks an application, by its import path."""
     from ray.serve.schema import ServeDeploySchema
 
     try:
@@ -98,10 +107,22 @@ def check_config(text: str, args_models: Mapping[str, type[BaseModel]]) -> list[
     problems += _invalid_values(data, ServeDeploySchema, ())
     problems += unknown_keys(data, ServeDeploySchema, ())
     for at, application in _applications(text):
-        if application.get("import_path") in args_models:
-            model = args_models[application["import_path"]]
-            problems += _invalid_values(application.get("args") or {}, model, (*at, "args"))
+        if application.get("import_path") in models:
+            model = models[application["import_path"]]
+            problems += _invalid_values(application.get("args") or {}, model.args, (*at, "args"))
+            problems += _invalid_user_configs(application.get("deployments"), model.user_configs, (*at, "deployments"))
     return problems
+
+
+def _invalid_user_configs(deployments: object, models: Mapping[str, type[BaseModel]], at: Location) -> Iterator[str]:
+    for index, deployment in enumerate(deployments if isinstance(deployments, list) else ()):
+        if not isinstance(deployment, dict) or not isinstance(deployment.get("name"), str):
+            continue  # Serve's schema says so
+        name = deployment["name"]
+        if name not in models:
+            yield f"{dotted((*at, index, 'name'))}: there is no deployment {name!r}{nearest(name, models)}"
+        elif deployment.get("user_config") is not None:
+            yield from _invalid_values(deployment["user_config"], models[name], (*at, index, "user_config"))
 
 
 def _applications(text: str) -> Iterator[tuple[Location, dict[str, Any]]]:

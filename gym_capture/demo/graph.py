@@ -28,6 +28,7 @@ from gym_capture.commands.check_configs import APP_IMPORT_PATH
 from gym_capture.demo.processes import Child, Household, free_port
 from gym_capture.errors import ConfigError, EngineError
 from gym_capture.serving.cluster_env import private_cluster_env
+from gym_capture.serving.config import DEPLOYMENT
 
 _READY_WITHIN_S: Final = 300.0
 _POLL_S: Final = 0.5
@@ -76,8 +77,11 @@ def private_ray(*, cpus: int, namespace: str, ha_proxy: bool = True) -> Iterator
         shutil.rmtree(session, ignore_errors=True)
 
 
-def graph_config(base: Mapping[str, Any], *, port: int, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The Serve config `base` on another port, with some of the graph's arguments replaced.
+def graph_config(
+    base: Mapping[str, Any], *, port: int, args: Mapping[str, Any], options: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The Serve config `base` on another port, with some of the graph's arguments and of its deployment's options
+    replaced.
 
     Raises `ConfigError` unless it deploys exactly this project's graph.
     """
@@ -88,6 +92,9 @@ def graph_config(base: Mapping[str, Any], *, port: int, args: Mapping[str, Any])
     config["http_options"] = {**config.get("http_options", {}), "host": "127.0.0.1", "port": port}
     (application,) = applications
     application["args"] = {**application.get("args", {}), **args}
+    if options:
+        (deployment,) = application.get("deployments") or [{"name": DEPLOYMENT}]
+        application["deployments"] = [{**deployment, **options}]
     return config
 
 
@@ -97,18 +104,23 @@ def served_graph(
     *,
     base: Mapping[str, Any],
     args: Mapping[str, Any],
+    options: Mapping[str, Any] | None = None,
     address: str,
     directory: Path,
     on_wait: Callable[[str], None],
 ) -> Iterator[str]:
     """Serves the graph for the length of the block. Yields its URL once it is ready.
 
+    `args`, `options`: as `graph_config` takes them. The config stands in `directory`/serve.yaml.
+
     Raises `ConfigError` or `EngineError` with the end of the log if it does not become ready.
     """
     directory.mkdir(parents=True, exist_ok=True)
     port = free_port()
     config = directory / "serve.yaml"
-    config.write_text(yaml.safe_dump(graph_config(base, port=port, args=args), sort_keys=False), encoding="utf-8")
+    config.write_text(
+        yaml.safe_dump(graph_config(base, port=port, args=args, options=options), sort_keys=False), encoding="utf-8"
+    )
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", address, str(config)]
     child = household.start(command, log=directory / "serve.log")
     try:

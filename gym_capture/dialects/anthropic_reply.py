@@ -45,6 +45,7 @@ _ERROR_TYPES: Final = {
     "invalid_request": "invalid_request_error",
     "context_length": "invalid_request_error",
     "too_large": "request_too_large",
+    "timeout": "timeout_error",
     "not_found": "not_found_error",
     "unknown_model": "not_found_error",
     "authentication": "authentication_error",

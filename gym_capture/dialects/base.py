@@ -27,8 +27,8 @@ class ApiError:
 
     status: int
     kind: str
-    """A name from a closed set: invalid_request, context_length, too_large, not_found, unknown_model, authentication,
-    permission, conflict, overloaded, internal."""
+    """A name from a closed set: invalid_request, context_length, too_large, timeout, not_found, unknown_model,
+    authentication, permission, conflict, overloaded, internal."""
     message: str
     param: str | None = None
     retry_after_s: float | None = None

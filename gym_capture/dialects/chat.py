@@ -44,6 +44,7 @@ _ERROR_TYPES: Final = {
     "invalid_request": ("invalid_request_error", None),
     "context_length": ("invalid_request_error", "context_length_exceeded"),
     "too_large": ("invalid_request_error", "request_too_large"),
+    "timeout": ("invalid_request_error", "request_timeout"),
     "not_found": ("invalid_request_error", None),
     "unknown_model": ("invalid_request_error", "model_not_found"),
     "authentication": ("authentication_error", "invalid_api_key"),

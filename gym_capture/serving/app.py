@@ -5,21 +5,28 @@
 import inspect
 import logging
 from pathlib import Path
+from typing import Final
 
 from ray import serve
 from ray.serve import Application
 from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_HAPROXY_BALANCE_ALGORITHM
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from gym_capture import models
 from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
 from gym_capture.serving.cluster_env import what_proxy_lacks
-from gym_capture.serving.config import GraphArgs
+from gym_capture.serving.config import DEPLOYMENT, LONGEST_DRAIN_S, GraphArgs, Limits
 from gym_capture.serving.policy import Policy
 
 logger = logging.getLogger(__name__)
+
+_ANY_NUMBER: Final = 100_000
+_WAITING_FOR_A_REPLICA: Final = 10_000
+"""In one proxy of Serve's."""
+_RETRY_AFTER_S: Final = 5.0
+_TO_END_S: Final = 60.0
 
 
 def build_app(args: GraphArgs) -> Application:
@@ -31,17 +38,16 @@ def build_app(args: GraphArgs) -> Application:
         )
     if args.secret_file is not None:
         Keyring.from_file(args.secret_file)
-    if args.num_replicas == "auto" and args.autoscaling_config is None:
-        raise ConfigError("num_replicas: 'auto' needs autoscaling_config (min_replicas, max_replicas...)")
-    if args.num_replicas != "auto" and args.autoscaling_config is not None:
-        raise ConfigError("autoscaling_config: needs num_replicas: auto")
     deployment = serve.deployment(
         Policy,
-        name="Policy",
-        num_replicas=args.num_replicas,
-        max_ongoing_requests=args.max_ongoing_requests,
-        max_queued_requests=args.max_queued_requests,
-        autoscaling_config=args.autoscaling_config,
+        name=DEPLOYMENT,
+        # The replica's own limits are the ones that are met (`Limits`): it refuses in the client's dialect, and ends
+        # what runs too long in order. Serve's are for what happens where no replica of ours can say anything.
+        user_config=Limits().model_dump(),
+        max_ongoing_requests=_ANY_NUMBER,
+        max_queued_requests=_WAITING_FOR_A_REPLICA,
+        backpressure_config=BackpressureConfig(retry_after_s=_RETRY_AFTER_S),
+        graceful_shutdown_timeout_s=LONGEST_DRAIN_S + _TO_END_S,
         ray_actor_options=args.ray_actor_options or {"num_cpus": 1},
         health_check_timeout_s=60,
     )

@@ -29,6 +29,7 @@ from gym_capture.engines.base import Engine, Generation, GenerationChunk
 from gym_capture.errors import (
     ContextLengthError,
     EngineError,
+    EngineOverloadedError,
     GymCaptureError,
     InvalidRequestError,
     Overflow,
@@ -340,6 +341,9 @@ class CallInFlight:
                 yield events, chunk.shown_log_probs
         if not self._chunks or self._chunks[-1].finish_reason is None:
             raise EngineError("the engine stopped without saying why", call_id=self.call_id)
+        if self._chunks[-1].finish_reason == "abort":
+            # Its weights are being replaced, or it is asked to: the same call may well succeed a moment later.
+            raise EngineOverloadedError("the engine gave this call up; ask again", call_id=self.call_id)
         if self._chunks[-1].finish_reason not in ("stop", "length"):
             raise EngineError(f"the engine ended the call: {self._chunks[-1].finish_reason}", call_id=self.call_id)
 

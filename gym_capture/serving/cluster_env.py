@@ -22,6 +22,9 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": (
         f"hash path,field(3,/)\n    hash-type consistent\n    hash-balance-factor 150\n    {_NO_SPLICING}"
     ),
+    # Whenever replicas come or go, a new HAProxy takes over, and the old one lives on for the streams that it carries:
+    # for so long at most, those of replicas that stay included. As long as a draining replica may have.
+    "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": "3600",
     # Ray lowers the priority of its workers by default; on a machine that does anything else, the engine then waits.
     "RAY_worker_niceness": "0",
     # On a busy machine a proxy may need longer than the 5 s after which Serve gives it up.
@@ -57,6 +60,8 @@ def private_cluster_env(
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
         # Nothing routes here any more once it is asked to end: there is nobody to wait for.
         "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+        # There are not so many ports that each could rest for the hour for which an old HAProxy may know it.
+        "RAY_SERVE_PORT_QUARANTINE_S": "150",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),
         "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(replica_ports[1]),
     }

@@ -1,12 +1,16 @@
 """The arguments of the graph, as a user writes them in a Serve config or on the `serve run` command line.
 
 Invariant: a misspelt key is an error that names it, never a silent default.
+
+Two places, since Serve starts every engine anew when a single argument changes: `args` say what an engine is
+(`GraphArgs`). What may change while engines run - how many there are, what they take on - are options of the
+deployment, Serve's own and `user_config` (`Limits`), which Serve hands to replicas that run.
 """
 
 import difflib
 import json
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     AfterValidator,
@@ -15,8 +19,10 @@ from pydantic import (
     ConfigDict,
     Field,
     NonNegativeFloat,
+    NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    model_validator,
 )
 
 from gym_capture.dialects import fields
@@ -72,8 +78,37 @@ class StateArgs(BaseModel):
     has not fetched them. By default none is; make it longer than calls, pauses of agents and waits for a build."""
 
 
+DEPLOYMENT: Final = "Policy"
+"""The name of the deployment, in a Serve config and in Serve's status."""
+
+LONGEST_DRAIN_S: Final = 3600.0
+
+_OPTIONS_OF_THE_DEPLOYMENT: Final = {
+    "num_replicas": "num_replicas: ...",
+    "autoscaling_config": "num_replicas: auto, autoscaling_config: {...}",
+    "max_ongoing_requests": "user_config: {running_calls: ...}",
+    "max_queued_requests": "user_config: {waiting_calls: ...}",
+    "graceful_shutdown_timeout_s": "user_config: {drain_s: ...}",
+    **{name: f"user_config: {{{name}: ...}}" for name in ("running_calls", "waiting_calls", "drain_s")},
+}
+
+
+class Limits(BaseModel):
+    """The `user_config` of the deployment: limits of each replica, which change without new engines."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    running_calls: PositiveInt = 256
+    """How many calls one replica works on at a time."""
+    waiting_calls: NonNegativeInt = 1024
+    """How many more wait in it; others are refused, with the time after which it is worth asking again."""
+    drain_s: Annotated[NonNegativeFloat, Field(le=LONGEST_DRAIN_S)] = 600.0
+    """How long the calls of a replica that is to end - fewer replicas, another version - may run on. Those that run
+    still are ended then, with an error that clients try again. The default is as long as client libraries wait."""
+
+
 class GraphArgs(BaseModel):
-    """Everything that `build_app` takes."""
+    """Everything that `build_app` takes: what an engine is. Another value of any of it means new engines."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
@@ -105,18 +140,24 @@ class GraphArgs(BaseModel):
     """A stream that has nothing to say for this long says that it lives."""
     max_body_bytes: PositiveInt = 32 * 2**20
     """Larger request bodies get 413."""
+    body_timeout_s: PositiveFloat = 60.0
+    """Request bodies that are not whole by then get 408."""
     secret_file: Path | None = None
     """A file with the secret that tokens are derived from (`gym-capture token`). Unset: every route is open."""
     state: StateArgs = Field(default_factory=StateArgs)
-    num_replicas: PositiveInt | Literal["auto"] = 1
-    """How many engines. With `auto`, `autoscaling_config` rules."""
-    max_ongoing_requests: PositiveInt = 256
-    """How many calls one replica works on at a time; more wait in Serve's queue."""
-    max_queued_requests: int = 1024
-    """How many calls may wait before clients get 503 with Retry-After."""
-    autoscaling_config: Object | None = None
-    """Ray Serve's autoscaling options."""
     ray_actor_options: Object = Field(default_factory=dict)
     """Ray's options of a replica: `num_cpus`, `num_gpus`, `runtime_env`..."""
     session_cache: PositiveInt = 4096
     """For how many rollouts a replica remembers the last request's fingerprint, to hash only what is new."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _say_where_options_stand(cls, data: Any) -> Any:
+        """As an argument, each would cut every stream whenever it is changed."""
+        for name in _OPTIONS_OF_THE_DEPLOYMENT if isinstance(data, dict) else ():
+            if name in data:
+                raise ValueError(
+                    f"{name} is no argument, since all engines start anew when one of those changes; write it beside "
+                    f"`args`: `deployments: [{{name: {DEPLOYMENT}, {_OPTIONS_OF_THE_DEPLOYMENT[name]}}}]`"
+                )
+        return data

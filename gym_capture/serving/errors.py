@@ -17,6 +17,7 @@ from gym_capture.errors import (
     GymCaptureError,
     InvalidRequestError,
     RequestError,
+    RequestTimeoutError,
     RequestTooLargeError,
     RetiredRolloutError,
     StoreError,
@@ -36,6 +37,8 @@ def classify(error: Exception) -> ApiError:
             )
         case RequestTooLargeError():
             return ApiError(status=413, kind="too_large", message=error.message)
+        case RequestTimeoutError():
+            return ApiError(status=408, kind="timeout", message=error.message)
         case UnknownRolloutError():
             return ApiError(status=404, kind="not_found", message=str(error))
         case UnknownModelError():

@@ -35,7 +35,7 @@ from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEn
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.completions import CompletionsDialect
 from gym_capture.dialects.responses import ResponsesDialect
-from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTooLargeError
+from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
 from gym_capture.serving.call import CallInFlight, CallService, unknown_model
 from gym_capture.serving.errors import classify
 from gym_capture.serving.live import LiveCall, LiveCalls
@@ -74,9 +74,10 @@ def build_gateway(
     *,
     model_name: str,
     max_model_len: int,
-    stream_interval_s: float = 0.02,
+    calls: LiveCalls,
     keep_alive_s: float = 10.0,
     max_body_bytes: int = 32 * 2**20,
+    body_timeout_s: float = 60.0,
     keyring: Keyring | None = None,
 ) -> FastAPI:
     """The HTTP application of one replica. Without a `keyring` every route is open."""
@@ -87,9 +88,10 @@ def build_gateway(
     app = FastAPI(title="gym-capture", docs_url=None, redoc_url=None)
     edge = _Edge(
         service,
-        calls=LiveCalls(interval_s=stream_interval_s),
+        calls=calls,
         keep_alive_s=keep_alive_s,
         max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout_s,
         keyring=keyring,
     )
     model = _model(model_name, max_model_len)
@@ -205,12 +207,14 @@ class _Edge:
         calls: LiveCalls,
         keep_alive_s: float,
         max_body_bytes: int,
+        body_timeout_s: float,
         keyring: Keyring | None,
     ) -> None:
         self._service = service
         self._calls = calls
         self._keep_alive_s = keep_alive_s
         self._max_body_bytes = max_body_bytes
+        self._body_timeout_s = body_timeout_s
         self._keyring = keyring
 
     async def health(self) -> dict[str, str]:
@@ -256,7 +260,11 @@ class _Edge:
         """The body of a request that may call the model as this rollout."""
         if self._keyring is not None:
             self._keyring.admit_call(http.headers, rollout_id)
-        return await _body(http, self._max_body_bytes)
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                return await _body(http, self._max_body_bytes)
+        except TimeoutError:
+            raise RequestTimeoutError(f"the request body was not here whole after {self._body_timeout_s:g} s") from None
 
     def _joined(
         self, http: Request, dialect: Dialect, request: ModelRequest, body: bytes, *, rollout_id: str | None
@@ -276,7 +284,7 @@ class _Edge:
 
     async def _whole(self, http: Request, live: LiveCall, request: ModelRequest, dialect: Dialect) -> Response:
         async def reply() -> bytes:
-            return dialect.reply(request, _identity(live, request), await asyncio.shield(live.running))
+            return dialect.reply(request, _identity(live, request), await live.reply())
 
         body = await _or_leave(http, live, reply())
         return Response(status_code=_GONE) if body is None else _WholeReply(body, live)
@@ -306,7 +314,7 @@ async def _frames(live: LiveCall, encoder: StreamEncoder, *, keep_alive_s: float
         out += [encoder.events(piece.events, piece.log_probs) for piece in pieces]
         yield b"".join(out)
         patience_s = keep_alive_s
-    reply = await asyncio.shield(live.running)
+    reply = await live.reply()
     assert live.begun is not None
     yield (b"" if has_started else encoder.start(live.begun.prompt_tokens)) + encoder.finish(reply)
 
@@ -455,4 +463,6 @@ def _identity(live: LiveCall, request: ModelRequest) -> ReplyIdentity:
 
 def _error_response(dialect: Dialect, error: ApiError) -> Response:
     headers = {} if error.retry_after_s is None else {"retry-after": str(max(1, round(error.retry_after_s)))}
+    if error.kind == "timeout":
+        headers["connection"] = "close"  # what is left of the body is not read
     return Response(dialect.error(error), status_code=dialect.status(error), media_type=_JSON, headers=headers)

@@ -1,7 +1,8 @@
 """Calls under way, and who listens to them.
 
 Invariant: a call runs as long as anybody listens, is aborted within one turn of the event loop when the last listener
-leaves before its generation is over, and its record says if nobody got the whole reply.
+leaves before its generation is over, and its record says if nobody got the whole reply. It runs only in a place that
+`Admission` gave it.
 
 A call that is aborted still has the engine's last word: what had been generated until then, none of which a client that
 did not stream has seen. So its record tells what the engine did for nobody. Before the engine has a call there is
@@ -23,6 +24,8 @@ from functools import partial
 from typing import Final, NamedTuple
 
 from gym_capture.calls import ModelReply, ReplyEvent, TokenLogProb
+from gym_capture.errors import GymCaptureError
+from gym_capture.serving.admission import Admission, Place
 from gym_capture.serving.call import CallInFlight
 
 _LAST_WORD_S: Final = 0.1
@@ -40,7 +43,9 @@ class Piece(NamedTuple):
 class LiveCall:
     """One call. `join` it, listen, `leave` it."""
 
-    def __init__(self, call_id: str, begin: Callable[[], Awaitable[CallInFlight]], *, interval_s: float) -> None:
+    def __init__(
+        self, call_id: str, begin: Callable[[], Awaitable[CallInFlight]], *, interval_s: float, place: Place
+    ) -> None:
         self.call_id = call_id
         self.created = int(time.time())
         self.has_twin = False
@@ -52,10 +57,13 @@ class LiveCall:
         self._listeners = 0
         self._is_delivered = False
         self._is_given_up = False
+        self._ended_by: GymCaptureError | None = None
+        self._place = place
         self.begun: CallInFlight | None = None
         """The call, once its prompt is rendered and its engine has taken it."""
         self.running = asyncio.ensure_future(self._run())
-        """Gives the reply, once its record is durable, or raises what ended the call."""
+        """Done once the call is over and what there is of it is on record."""
+        self.running.add_done_callback(lambda _: place.release())
         self.running.add_done_callback(self._ring)
 
     @property
@@ -66,19 +74,42 @@ class LiveCall:
     def join(self) -> None:
         self._listeners += 1
 
+    async def reply(self) -> ModelReply:
+        """The reply, once its record is durable. Raises what ended the call."""
+        try:
+            return await asyncio.shield(self.running)
+        except (asyncio.CancelledError, GymCaptureError):
+            if self._ended_by is not None and self.running.done():
+                raise self._ended_by from None
+            raise
+
+    async def end(self, error: GymCaptureError) -> bool:
+        """Ends the call: who listens gets `error`. One whose generation is over is left to finish, and gives False."""
+        if not self.is_live or self._is_generated:
+            return False
+        self._ended_by = error
+        self._is_given_up = True
+        await self._give_up()
+        await asyncio.wait([self.running])
+        return True
+
     async def leave(self, *, delivered: bool) -> None:
         """A listener has got the whole reply, or goes without. Returns when the call is over, if it was the last."""
         self._listeners -= 1
         self._is_delivered |= delivered
         if self._listeners:
             return
-        if self.begun is None or not self.begun.is_generated:
+        if not self._is_generated:
             self._is_given_up = True
             await self._give_up()
         await asyncio.wait([self.running])
         is_whole = not self.running.cancelled() and self.running.exception() is None
         if is_whole and self.begun is not None and not self._listeners:
             await self.begun.settle(delivered=self._is_delivered)
+
+    @property
+    def _is_generated(self) -> bool:
+        return self.begun is not None and self.begun.is_generated
 
     async def _give_up(self) -> None:
         """Ends the call; returns once that is certain."""
@@ -115,6 +146,7 @@ class LiveCall:
             self._bells.discard(bell)
 
     async def _run(self) -> ModelReply:
+        await self._place.wait()
         call = await self._begin()
         self.begun = call
         self._ring()
@@ -139,11 +171,14 @@ class LiveCall:
 
 
 class LiveCalls:
-    """The calls of rollouts that are under way in this replica, by what a repetition of them would look like."""
+    """The calls that are under way in this replica; those of rollouts by what a repetition of them would look like."""
 
-    def __init__(self, *, interval_s: float) -> None:
+    def __init__(self, *, interval_s: float, admission: Admission) -> None:
         self._interval_s = interval_s
+        self._admission = admission
+        self._all: set[LiveCall] = set()
         self._calls: dict[tuple[str, str, str], LiveCall] = {}
+        self._ended_by: GymCaptureError | None = None
 
     def join(
         self,
@@ -156,6 +191,7 @@ class LiveCalls:
         """The call that a request asks for, joined: one under way that it repeats, or else a new one.
 
         `asked`: rollout id, API and body digest; None: a request without a rollout, which shares nothing.
+        Raises `EngineOverloadedError` if a new one would be one too many, or what `end` was told.
         """
         under_way = None if asked is None else self._calls.get(asked)
         if under_way is not None and not under_way.is_live:
@@ -163,15 +199,26 @@ class LiveCalls:
         if under_way is not None and is_repetition and not under_way.has_twin:
             live = under_way
         else:
-            live = LiveCall(call_id, begin, interval_s=self._interval_s)
+            if self._ended_by is not None:
+                raise self._ended_by
+            live = LiveCall(call_id, begin, interval_s=self._interval_s, place=self._admission.ask())
+            self._all.add(live)
             if asked is not None:
                 if under_way is not None:
                     under_way.has_twin = live.has_twin = True
                 self._calls[asked] = live
-                live.running.add_done_callback(partial(self._forget, asked, live))
+            live.running.add_done_callback(partial(self._forget, asked, live))
         live.join()
         return live
 
-    def _forget(self, asked: tuple[str, str, str], live: LiveCall, _: object) -> None:
-        if self._calls.get(asked) is live:
+    async def end(self, error: GymCaptureError) -> int:
+        """Ends what is still being generated, and takes nothing new. Returns how many calls were ended, once they are
+        on record.
+        """
+        self._ended_by = error
+        return sum(await asyncio.gather(*(live.end(error) for live in self._all)))
+
+    def _forget(self, asked: tuple[str, str, str] | None, live: LiveCall, _: object) -> None:
+        self._all.discard(live)
+        if asked is not None and self._calls.get(asked) is live:
             del self._calls[asked]

@@ -1,9 +1,13 @@
 """The deployment: one replica is one engine with its gateway.
 
-Invariant: a replica that takes requests is ready: its engine runs, and its state actors have read their logs back.
+Invariant: a replica that takes requests is ready: its engine runs, and its state actors have read their logs back. One
+that is to end has ended its calls, in order, by the time that it was given.
 """
 
 from __future__ import annotations
+
+import asyncio
+from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
@@ -12,9 +16,12 @@ from gym_capture.auth import Keyring
 from gym_capture.engines.base import Engine
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.imports import load
+from gym_capture.serving.admission import Admission
 from gym_capture.serving.call import CallService
-from gym_capture.serving.config import GraphArgs
+from gym_capture.serving.config import GraphArgs, Limits
+from gym_capture.serving.draining import ServeReplica, end_in_order
 from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.state import connect, start_shards
 
 
@@ -48,6 +55,10 @@ class Policy:
         )
         self._args = args
         self._engine = engine
+        self._limits = Limits()
+        self._admission = Admission(running=self._limits.running_calls, waiting=self._limits.waiting_calls)
+        self._calls = LiveCalls(interval_s=args.stream_interval_s, admission=self._admission)
+        self._ending = asyncio.create_task(end_in_order(ServeReplica(), self._calls, lambda: self._limits.drain_s))
         self._service = CallService(
             engine,
             state=state,
@@ -57,15 +68,21 @@ class Policy:
             session_cache=args.session_cache,
         )
 
+    async def reconfigure(self, user_config: dict[str, Any]) -> None:
+        """Called by Serve, at first and whenever `user_config` changes. Raises for what is no limit."""
+        self._limits = Limits.model_validate(user_config)
+        self._admission.limit(running=self._limits.running_calls, waiting=self._limits.waiting_calls)
+
     def __serve_build_asgi_app__(self) -> FastAPI:
         assert self._service is not None
         return build_gateway(
             self._service,
             model_name=self._engine.model.name,
             max_model_len=self._engine.model.max_model_len,
-            stream_interval_s=self._args.stream_interval_s,
+            calls=self._calls,
             keep_alive_s=self._args.keep_alive_s,
             max_body_bytes=self._args.max_body_bytes,
+            body_timeout_s=self._args.body_timeout_s,
             keyring=self._keyring,
         )
 
@@ -76,4 +93,5 @@ class Policy:
 
     async def __del__(self) -> None:
         if self._service is not None:  # else its constructor has failed
+            self._ending.cancel()
             await self._service.close()

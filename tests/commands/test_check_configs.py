@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pydantic import BaseModel, ConfigDict
 
-from gym_capture.commands.check_configs import check_config
+from gym_capture.commands.check_configs import AppModels, check_config
 
 
 class Engine(BaseModel):
@@ -17,6 +17,11 @@ class Args(BaseModel):
     model_config = ConfigDict(extra="forbid")
     model: str
     engines: list[Engine] = []
+
+
+class UserConfig(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    running_calls: int = 1
 
 
 SOUND = """
@@ -35,12 +40,12 @@ applications:
         max_ongoing_requests: 100
         autoscaling_config: {min_replicas: 1, max_replicas: 2}
         ray_actor_options: {num_cpus: 1}
-        user_config: {anything: goes}
+        user_config: {running_calls: 2}
 """
 
 
 def problems(text: str) -> list[str]:
-    return check_config(text, {"package.module:build_app": Args})
+    return check_config(text, {"package.module:build_app": AppModels(Args, {"Gateway": UserConfig})})
 
 
 def test_a_sound_file_has_no_problems() -> None:
@@ -71,6 +76,21 @@ def test_a_sound_file_has_no_problems() -> None:
             "route_prefix: /",
             "runtime_env: {pipp: []}",
             "applications[0].runtime_env.pipp: unknown key, did you mean `pip`?",
+        ),
+        (
+            "running_calls",
+            "running_call",
+            "applications[0].deployments[0].user_config.running_call: unknown key, did you mean `running_calls`?",
+        ),
+        (
+            "running_calls: 2",
+            "running_calls: many",
+            "applications[0].deployments[0].user_config.running_calls: Input should be a valid integer",
+        ),
+        (
+            "name: Gateway",
+            "name: Gatway",
+            "applications[0].deployments[0].name: there is no deployment 'Gatway', did you mean `Gateway`?",
         ),
         ("user_config", "zzz", "applications[0].deployments[0].zzz: unknown key"),
         (

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gym_capture.commands.check_configs import APP_IMPORT_PATH, check_config
+from gym_capture.commands.check_configs import APP_IMPORT_PATH, AppModels, check_config
 from gym_capture.demo.graph import graph_config
 from gym_capture.errors import ConfigError
-from gym_capture.serving.config import GraphArgs
+from gym_capture.serving.config import DEPLOYMENT, GraphArgs, Limits
 
 CPU_DEMO = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 
@@ -20,14 +20,16 @@ CPU_DEMO = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 def test_port_and_arguments_are_replaced_and_nothing_else() -> None:
     base: dict[str, Any] = yaml.safe_load(CPU_DEMO.read_text(encoding="utf-8"))
     before = copy.deepcopy(base)
-    config = graph_config(base, port=1234, args={"model": "/folder", "prefix_supply": False})
+    options = {"num_replicas": 2, "user_config": {"drain_s": 5}}
+    config = graph_config(base, port=1234, args={"model": "/folder", "prefix_supply": False}, options=options)
     assert base == before
     assert config["http_options"] == {"host": "127.0.0.1", "port": 1234}
     args = config["applications"][0]["args"]
     assert (args["model"], args["prefix_supply"]) == ("/folder", False)
     args.update(model=before["applications"][0]["args"]["model"], prefix_supply=True)
+    assert check_config(yaml.safe_dump(config), {APP_IMPORT_PATH: AppModels(GraphArgs, {DEPLOYMENT: Limits})}) == []
+    assert config["applications"][0].pop("deployments") == [{"name": DEPLOYMENT, **options}]
     assert config["applications"] == before["applications"]
-    assert check_config(yaml.safe_dump(config), {APP_IMPORT_PATH: GraphArgs}) == []
 
 
 @pytest.mark.parametrize(

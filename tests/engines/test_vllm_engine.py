@@ -11,17 +11,25 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import httpx
 import numpy as np
 import psutil
 import pytest
 
+from gym_capture.builder import build
 from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import Generation, GenerationChunk
 from gym_capture.engines.vllm import VllmEngine
 from gym_capture.errors import EngineDeadError, InvalidRequestError
+from gym_capture.fingerprint import Fingerprinter
 from gym_capture.records import as_ids
+from gym_capture.serving.admission import Admission
+from gym_capture.serving.call import CallService
+from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.live import LiveCalls
 from tests.engines import engine_holder
+from tests.serving.replica import USER, LocalState, chat_body, chat_path, listening, until
 
 pytestmark = pytest.mark.engine
 
@@ -251,6 +259,61 @@ def test_an_aborted_generation_says_what_was_generated(running: Running, stream:
     sizes = [chunk.token_ids.size for chunk in chunks]
     assert 0 < sum(sizes) < 4000
     assert [chunk.log_probs.size for chunk in chunks] == sizes
+
+
+@pytest.mark.parametrize("mode", ["keep", "abort"])
+def test_SF_08_calls_in_flight_while_the_weights_get_another_version(running: Running, mode: str) -> None:
+    """Twice as many calls as the engine runs at a time, so that some have no token yet; every other one is streamed."""
+    llm, state = running.engine._llm, LocalState()
+    model = running.engine.model
+    calls = LiveCalls(interval_s=0.0, admission=Admission(running=64, waiting=0))
+
+    async def run() -> list[httpx.Response]:
+        service = CallService(
+            running.engine,
+            state=state,
+            fingerprinter=Fingerprinter(),
+            prefix_supply=True,
+            sampling_pin={},
+            session_cache=4,
+        )
+        app = build_gateway(service, model_name=model.name, max_model_len=model.max_model_len, calls=calls)
+        async with listening(app) as client:
+
+            async def ask(number: int) -> httpx.Response:
+                body = chat_body(USER, stream=number % 2 == 0, max_tokens=100, min_tokens=100, ignore_eos=True)
+                return await client.post(chat_path(f"r{number}"), json=body)
+
+            await llm.update_weight_version("old")
+            asking = [asyncio.ensure_future(ask(number)) for number in range(16)]
+            # Some stream, and by then as many as may run do.
+            await until(lambda: sum(bool(live._pieces) for live in calls._all) >= 2)
+            await llm.pause_generation(mode=mode, clear_cache=False)
+            await llm.update_weight_version("new")
+            await llm.resume_generation()
+            responses = await asyncio.gather(*asking)
+            assert (await ask(16)).status_code == 200
+        return responses
+
+    responses = running.runner.run(run())
+    snapshots = [running.runner.run(state.snapshot(f"r{number}")) for number in range(16)]
+    assert all(snapshot.incomplete == () for snapshot in snapshots)
+    entries = [entry for snapshot in snapshots for entry in snapshot.entries]
+    versions = {tuple(span.version for span in entry.weight_versions) for entry in entries}
+    if mode == "keep":
+        assert [response.status_code for response in responses] == [200] * 16
+        assert [(entry.finish_reason, entry.generation_token_ids.size) for entry in entries] == [("length", 100)] * 16
+        assert {("old", "new"), ("new",)} <= versions
+        return
+    assert all(
+        (response.status_code == 503 and response.headers["retry-after"] == "1")
+        or ("[DONE]" not in response.text and "ask again" in response.text)
+        for response in responses
+    )
+    assert {entry.finish_reason for entry in entries} == {"abort"}
+    assert all(entry.generation_token_ids.size < 100 for entry in entries)
+    assert versions <= {("old",), ()}
+    assert all(not np.any(chain.loss_mask) for snapshot in snapshots for chain in build(snapshot).trajectories)
 
 
 def test_ST_08_an_engine_that_dies_is_dead_in_flight_and_later(running: Running) -> None:

@@ -13,8 +13,10 @@ import httpx
 
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.fingerprint import Fingerprinter
+from gym_capture.serving.admission import Admission
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.live import LiveCalls
 from gym_capture.stores.segments import Disk
 from tests.faults.agents import Agent, Ledger, Played
 from tests.faults.audit import Findings, Log, audit, read
@@ -60,7 +62,8 @@ async def bench(
         session_cache=16,
         clock=clock,
     )
-    app = build_gateway(service, model_name="policy", max_model_len=engine.model.max_model_len)
+    calls = LiveCalls(interval_s=0.02, admission=Admission(running=256, waiting=1024))
+    app = build_gateway(service, model_name="policy", max_model_len=engine.model.max_model_len, calls=calls)
     async with listening(app) as http:
         yield Bench(str(http.base_url).rstrip("/"), http, actor, directory, Ledger(), Voice(template))
     await service.close()

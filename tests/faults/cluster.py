@@ -51,7 +51,6 @@ def scripted(**engine_args: Any) -> dict[str, Any]:
     return {
         "engine": engine.IMPORT_PATH,
         "engine_args": engine_args,
-        "num_replicas": REPLICAS,
         "ray_actor_options": {"num_cpus": 1},
     }
 
@@ -76,8 +75,18 @@ def _answers(url: str) -> bool:
 class Cluster:
     """One cluster after the other on the same logs. The household must be left for the last one to end."""
 
-    def __init__(self, household: Household, home: Path, *, args: Mapping[str, Any], ha_proxy: bool = True) -> None:
-        """`args` of the graph, on top of those of the demo. Without `ha_proxy`, Serve's own proxy is in front."""
+    def __init__(
+        self,
+        household: Household,
+        home: Path,
+        *,
+        args: Mapping[str, Any],
+        options: Mapping[str, Any] | None = None,
+        ha_proxy: bool = True,
+    ) -> None:
+        """`args` of the graph, on top of those of the demo; `options` of its deployment, two replicas if not told.
+        Without `ha_proxy`, Serve's own proxy is in front.
+        """
         self.home = home
         self.url = ""
         """Where the graph is served now; every cluster has ports of its own."""
@@ -85,6 +94,7 @@ class Cluster:
         self._child: Child | None = None
         self._not_mine = frozenset(psutil.Process().children())
         (home / "args.json").write_text(json.dumps(args))
+        (home / "options.json").write_text(json.dumps({"num_replicas": REPLICAS, **(options or {})}))
         (home / "ha_proxy.json").write_text(json.dumps(ha_proxy))
 
     @property
@@ -105,6 +115,27 @@ class Cluster:
                     raise RuntimeError(f"the cluster did not start:\n{self._child.log_tail()}")
                 await asyncio.sleep(0.2)
         self.url = ready.read_text()
+
+    async def redeploy(
+        self, *, args: Mapping[str, Any] | None = None, options: Mapping[str, Any] | None = None
+    ) -> None:
+        """Serves the graph with other arguments, or other options of its deployment, as a user does who has edited the
+        config. Returns once Serve knows; what comes of it takes its time.
+        """
+        file = self.home / "serve" / "serve.yaml"
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+        (application,) = config["applications"]
+        application["args"].update(args or {})
+        application["deployments"][0].update(options or {})
+        file.write_text(yaml.safe_dump(config), encoding="utf-8")
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "ray.serve.scripts", "run", "--non-blocking", str(file)],
+            env={**os.environ, **json.loads((self.home / "environment.json").read_text())},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        output, _ = await process.communicate()
+        assert process.returncode == 0, output.decode()
 
     def processes(self, title: str = "") -> list[psutil.Process]:
         """The cluster's, those that have lost their parents included; or those whose name starts with `title`."""
@@ -157,9 +188,17 @@ def serve_until_told(home: Path) -> None:
         Household() as household,
         private_ray(cpus=2 * REPLICAS, namespace=NAMESPACE, ha_proxy=ha_proxy) as address,
         served_graph(
-            household, base=base, args=args, address=address, directory=home / "serve", on_wait=lambda _: None
+            household,
+            base=base,
+            args=args,
+            options=json.loads((home / "options.json").read_text()),
+            address=address,
+            directory=home / "serve",
+            on_wait=lambda _: None,
         ) as url,
     ):
+        of_ray = {name: value for name, value in os.environ.items() if name.startswith("RAY_")}
+        (home / "environment.json").write_text(json.dumps({**of_ray, "RAY_ADDRESS": address}))
         (home / "url.new").write_text(url)
         (home / "url.new").rename(home / "url")
         with suppress(KeyboardInterrupt):

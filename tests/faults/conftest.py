@@ -38,15 +38,15 @@ def cluster(running_dir: Path) -> Iterator[Cluster]:
 @pytest.fixture(scope="module")
 def vllm_cluster() -> Iterator[Cluster]:
     """One replica with a real engine."""
-    with serving({"num_replicas": 1}) as cluster:
+    with serving({}, {"num_replicas": 1}) as cluster:
         yield cluster
 
 
 @contextmanager
-def serving(args: Mapping[str, Any]) -> Iterator[Cluster]:
+def serving(args: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Iterator[Cluster]:
     home = make_home()
     with Household() as household:
-        cluster = Cluster(household, home, args=args)
+        cluster = Cluster(household, home, args=args, options=options)
         try:
             asyncio.run(cluster.start())
             yield cluster

@@ -18,8 +18,10 @@ from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.serving.admission import Admission
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.state import Begun
 from gym_capture.serving.stats import ShardStats
 from gym_capture.stores.memory import MemoryStore
@@ -138,6 +140,8 @@ class Replica:
         max_model_len: int = 4096,
         longest_token: int | None = None,
         stream_interval_s: float = 0.0,
+        running_calls: int = 256,
+        waiting_calls: int = 1024,
         **gateway: Any,
     ) -> None:
         self.state = LocalState()
@@ -151,11 +155,14 @@ class Replica:
             session_cache=16,
             clock=lambda: 1_700_000_000.0,
         )
+        self.calls = LiveCalls(
+            interval_s=stream_interval_s, admission=Admission(running=running_calls, waiting=waiting_calls)
+        )
         self.app: FastAPI = build_gateway(
             self.service,
             model_name="policy",
             max_model_len=max_model_len,
-            stream_interval_s=stream_interval_s,
+            calls=self.calls,
             **gateway,
         )
         transport = httpx.ASGITransport(self.app)

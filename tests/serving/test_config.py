@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ from pydantic import ValidationError
 
 from gym_capture.errors import ConfigError
 from gym_capture.serving.app import build_app, model_folder
-from gym_capture.serving.config import GraphArgs
+from gym_capture.serving.cluster_env import CLUSTER_ENV
+from gym_capture.serving.config import LONGEST_DRAIN_S, GraphArgs, Limits
 
 
 @pytest.mark.parametrize(
@@ -20,7 +22,6 @@ from gym_capture.serving.config import GraphArgs
         ({"model": "tiny", "prefix_suply": True}, "prefix_suply"),
         ({"model": "tiny", "state": {"shard": 2}}, "shard"),
         ({"model": "tiny", "state": {"shards": 0}}, "shards"),
-        ({"model": "tiny", "num_replicas": "many"}, "num_replicas"),
         ({"model": "tiny", "stream_interval_s": -1}, "stream_interval_s"),
         ({"model": "tiny", "sampling_pin": "temperature=1"}, "sampling_pin"),
         ({"model": "tiny", "sampling_pin": {"temprature": 1.0}}, "did you mean 'temperature'"),
@@ -33,8 +34,8 @@ def test_a_wrong_key_or_value_is_named(args: dict[str, Any], named: str) -> None
 
 
 def test_objects_may_be_json_on_a_command_line() -> None:
-    args = GraphArgs.model_validate({"model": "tiny", "engine_args": '{"dtype": "float32"}', "num_replicas": "2"})
-    assert (args.engine_args, args.num_replicas) == ({"dtype": "float32"}, 2)
+    args = GraphArgs.model_validate({"model": "tiny", "engine_args": '{"dtype": "float32"}', "session_cache": "2"})
+    assert (args.engine_args, args.session_cache) == ({"dtype": "float32"}, 2)
 
 
 def test_a_model_that_is_not_there_stops_the_build(tmp_path: Path) -> None:
@@ -45,13 +46,39 @@ def test_a_model_that_is_not_there_stops_the_build(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "named"),
-    [({"num_replicas": "auto"}, "num_replicas"), ({"autoscaling_config": {"max_replicas": 2}}, "autoscaling_config")],
+    ("argument", "option"),
+    [
+        ({"num_replicas": 2}, "num_replicas: ..."),
+        ({"autoscaling_config": {"max_replicas": 2}}, "num_replicas: auto, autoscaling_config: {...}"),
+        ({"max_ongoing_requests": 8}, "user_config: {running_calls: ...}"),
+        ({"max_queued_requests": 8}, "user_config: {waiting_calls: ...}"),
+        ({"graceful_shutdown_timeout_s": 8}, "user_config: {drain_s: ...}"),
+        ({"drain_s": 8}, "user_config: {drain_s: ...}"),
+    ],
 )
-def test_autoscaling_needs_both_of_its_keys(tmp_path: Path, args: dict[str, Any], named: str) -> None:
+def test_what_changes_without_new_engines_is_no_argument(argument: dict[str, Any], option: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(f"`deployments: [{{name: Policy, {option}}}]`")):
+        GraphArgs.model_validate({"model": "tiny", **argument})
+
+
+@pytest.mark.parametrize(
+    "user_config", [{"runing_calls": 2}, {"running_calls": 0}, {"waiting_calls": -1}, {"drain_s": 3601}]
+)
+def test_a_wrong_limit_is_named(user_config: dict[str, Any]) -> None:
+    (name,) = user_config
+    with pytest.raises(ValidationError, match=name):
+        Limits.model_validate(user_config)
+
+
+def test_serves_own_limits_stand_above_those_of_a_replica(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=named):
-        build_app(GraphArgs(model=str(tmp_path), **args))
+    deployment = build_app(GraphArgs(model=str(tmp_path)))._bound_deployment
+    assert deployment.user_config == Limits().model_dump()
+    config = deployment._deployment_config
+    assert config.max_ongoing_requests > Limits().running_calls + Limits().waiting_calls
+    longest = LONGEST_DRAIN_S
+    assert Limits(drain_s=longest).drain_s < config.graceful_shutdown_timeout_s
+    assert int(CLUSTER_ENV["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) >= longest
 
 
 @pytest.mark.parametrize(

@@ -499,16 +499,16 @@ def test_an_error_before_the_first_text_has_its_own_status(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("finish_reason", [None, "abort", "error"])
+@pytest.mark.parametrize(("finish_reason", "status"), [(None, 500), ("abort", 503), ("error", 500)])
 def test_a_generation_that_does_not_finish_is_no_reply(
-    template: HfChatTemplate, stream: bool, finish_reason: str | None
+    template: HfChatTemplate, stream: bool, finish_reason: str | None, status: int
 ) -> None:
     async def run() -> None:
         replica = Replica(template, always(Script(steps=PLAIN.steps, finish_reason=finish_reason)))
         response = await replica.chat(USER, stream=stream)
         assert "[DONE]" not in response.text
         assert '"error"' in response.text
-        assert response.status_code == (200 if stream else 500)
+        assert response.status_code == (200 if stream else status)
         (entry,) = await replica.state.entries()
         assert entry.finish_reason == "abort"
 

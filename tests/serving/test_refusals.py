@@ -281,3 +281,27 @@ def test_rollouts_at_the_same_time_do_not_mix(template: HfChatTemplate) -> None:
             ]
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("headers", ["content-length: 1000", "transfer-encoding: chunked"])
+def test_a_body_that_stops_arriving_is_refused_in_time_and_holds_no_place(
+    template: HfChatTemplate, path: str, headers: str
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(PLAIN), body_timeout_s=0.2, running_calls=1, waiting_calls=0)
+        async with listening(replica.app) as client:
+            reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+            writer.write(f"POST /ng-rollout/r1/v1/{path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode())
+            await writer.drain()
+            assert (await client.post(chat_path("r2"), json=chat_body(USER))).status_code == 200
+            async with asyncio.timeout(20):
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
+            writer.close()
+        assert head.startswith(b"HTTP/1.1 408 ")
+        kind = {"messages": "timeout_error"}.get(path, "invalid_request_error")
+        assert json.loads(body)["error"]["type"] == kind
+        assert "not here whole after 0.2 s" in json.loads(body)["error"]["message"]
+        assert await replica.state.store.rollout_ids() == ["r2"]
+
+    asyncio.run(run())

@@ -1,0 +1,113 @@
+"""Replicas come and go, and calls are limited, in a served graph behind its real proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.faults.apis import APIS
+from tests.faults.audit import read
+from tests.faults.cluster import Cluster, scripted
+from tests.faults.conftest import serving
+from tests.faults.engine import question
+from tests.faults.scaling import TOKEN_S, recorded_otherwise, replicas, scale, settled, streaming
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with serving({**scripted(token_s=TOKEN_S), "body_timeout_s": 1}) as cluster:
+        yield cluster
+
+
+def test_streams_are_whole_while_replicas_come_and_go(cluster: Cluster) -> None:
+    """The long version: python -m tests.faults.scaling"""
+    assert asyncio.run(scale(cluster, seconds=4, count=6)) == []
+
+
+def test_a_stalled_body_is_told_so_through_the_proxy(cluster: Cluster) -> None:
+    async def run() -> None:
+        where = urlsplit(cluster.url)
+        reader, writer = await asyncio.open_connection(where.hostname, where.port)
+        head = "POST /ng-rollout/stalled/v1/messages HTTP/1.1\r\nhost: x\r\ncontent-length: 1000\r\n\r\n{"
+        writer.write(head.encode())
+        await writer.drain()
+        async with asyncio.timeout(20):
+            told = await reader.read()
+        writer.close()
+        assert told.startswith(b"HTTP/1.1 408 ")
+        assert json.loads(told.partition(b"\r\n\r\n")[2])["error"]["type"] == "timeout_error"
+
+    asyncio.run(run())
+
+
+def test_limits_change_without_new_engines_and_those_beyond_are_told_when_to_ask_again(cluster: Cluster) -> None:
+    async def run() -> None:
+        before = replicas(cluster)
+        async with streaming(cluster.url, "kept", count=4, seconds=4) as kept:
+            await cluster.redeploy(options={"user_config": {"running_calls": 1, "waiting_calls": 0, "drain_s": 1}})
+        assert recorded_otherwise(cluster, kept, "stop") == []
+        await settled(cluster, count=2)
+        assert replicas(cluster) == before
+        async with httpx.AsyncClient(trust_env=False, timeout=60) as http:
+
+            async def ask(number: int) -> httpx.Response:
+                api = APIS[number % len(APIS)]
+                body = api.body((), question(f"crowd-{number}", words=20))
+                return await http.post(f"{cluster.url}/ng-rollout/crowd-{number}/v1/{api.path}", json=body)
+
+            responses = await asyncio.gather(*(ask(number) for number in range(24)))
+        refused = [response for response in responses if response.status_code != 200]
+        assert 0 < len(refused) < 24
+        for response in refused:
+            is_messages = response.url.path.endswith("/messages")
+            assert response.status_code == (529 if is_messages else 503)
+            assert response.json()["error"]["type"] == "overloaded_error"
+            assert int(response.headers["retry-after"]) >= 1
+        found = read(cluster.records).snapshots
+        assert len([name for name in found if name.startswith("crowd-")]) == 24 - len(refused)
+
+    asyncio.run(run())
+
+
+def test_what_still_runs_when_its_time_is_up_is_ended_in_order(cluster: Cluster) -> None:
+    async def run() -> None:
+        before = replicas(cluster)
+        options = {"user_config": {"drain_s": 1}}
+        async with streaming(cluster.url, "long", count=6, seconds=45) as streams:
+            await cluster.redeploy(options=options, args={"session_cache": 77})
+        assert all("ask again" in str(stream.error) for stream in streams), [stream.error for stream in streams]
+        assert recorded_otherwise(cluster, streams, "abort") == []
+        await settled(cluster, count=2, without=before)
+
+    asyncio.run(run())
+
+
+def test_SF_03_replicas_go_when_streams_have_gone_refused_ones_too(cluster: Cluster) -> None:
+    async def run() -> None:
+        autoscaling = {
+            "min_replicas": 1,
+            "max_replicas": 2,
+            "target_ongoing_requests": 2,
+            "metrics_interval_s": 0.2,
+            "look_back_period_s": 1,
+            "upscale_delay_s": 0.5,
+            "downscale_delay_s": 2,
+        }
+        limits = {"running_calls": 4, "waiting_calls": 2, "drain_s": 20}
+        options = {"num_replicas": "auto", "autoscaling_config": autoscaling, "user_config": limits}
+        await cluster.redeploy(options=options)
+        await settled(cluster, count=1)
+        async with streaming(cluster.url, "crowd-of-20", count=20, seconds=8) as streams:
+            await settled(cluster, count=2)
+        refused = [stream for stream in streams if stream.error is not None]
+        assert len(refused) >= 8
+        assert recorded_otherwise(cluster, [stream for stream in streams if stream not in refused], "stop") == []
+        async with asyncio.timeout(60):
+            await settled(cluster, count=1)
+
+    asyncio.run(run())
