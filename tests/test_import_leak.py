@@ -11,7 +11,13 @@ import pytest
 import gym_capture
 
 PACKAGE = Path(gym_capture.__file__).parent
-NOT_PURE = {"gym_capture.cli", "gym_capture.engines.vllm", "gym_capture.engines.hf_template"}
+NOT_PURE = {
+    "gym_capture.cli",
+    "gym_capture.engines.vllm",
+    "gym_capture.engines.vllm_outputs",
+    "gym_capture.engines.vllm_parsing",
+    "gym_capture.engines.hf_template",
+}
 """The command line, and the adapters whose whole purpose is one heavy package."""
 PURE_PACKAGES = ("", "dialects", "engines", "stores")
 HEAVY = ("ray", "vllm", "torch", "fastapi", "uvicorn", "aiohttp", "pyarrow", "transformers")

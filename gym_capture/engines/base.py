@@ -39,7 +39,8 @@ class GenerationChunk:
     token_ids: IdArray
     """int32 [G]."""
     log_probs: LogProbArray
-    """float32 [G]."""
+    """float32 [G]. From an engine whose output does not align: as many as it gave, NaN for an id that has none. Such a
+    chunk is served, and no record is made of it."""
     text: str
     """New text; whole characters only."""
     prompt_token_ids: IdArray | None = None

@@ -19,7 +19,7 @@ import numpy as np
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TextDelta, TokenLogProb
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo
-from gym_capture.errors import EngineDeadError
+from gym_capture.errors import EngineDeadError, EngineError
 from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 from gym_capture.template import ChatTemplate
 
@@ -184,6 +184,8 @@ class ScriptedEngine:
         )
 
     def _shown(self, request: ModelRequest, ids: IdArray, log_probs: LogProbArray) -> tuple[TokenLogProb, ...]:
+        if ids.size != log_probs.size:
+            raise EngineError("the engine's log probabilities do not belong to the tokens that it sampled")
         tokens = [self._template.decode(ids[n : n + 1]) for n in range(ids.size)]
         return tuple(
             TokenLogProb(token, log_prob, ((token, log_prob),) if request.top_logprobs else ())

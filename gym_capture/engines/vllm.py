@@ -13,46 +13,35 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 from vllm import SamplingParams, TokensPrompt, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError, VLLMClientError, VLLMValidationError
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
+from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from gym_capture.calls import (
-    ModelRequest,
-    NamedToolChoice,
-    ReasoningDelta,
-    ReplyEvent,
-    TextDelta,
-    TokenLogProb,
-    ToolCallDelta,
-    ToolCallStart,
-)
+from gym_capture.calls import ModelRequest, NamedToolChoice
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
 from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.limits import check_sampling, check_schema
-from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, joined, merged
+from gym_capture.engines.steps import NO_CHARACTER, PromptEcho, StepSplitter
+from gym_capture.engines.vllm_outputs import chunk_of, only_completion
+from gym_capture.engines.vllm_parsing import CONTEXT_IDS, PlainParser, VllmParser, text_of_next
 from gym_capture.errors import (
     ConfigError,
     EngineDeadError,
@@ -60,11 +49,9 @@ from gym_capture.errors import (
     EngineOverloadedError,
     InvalidRequestError,
 )
-from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
+from gym_capture.records import IdArray
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
-_CONTEXT_IDS = 8
-"""How many ids before the first generated one tell how that one is written."""
 _MAX_MESSAGE = 500
 """Characters of an error: vLLM repeats what it was given."""
 _SAMPLING_NAMES = (
@@ -226,7 +213,7 @@ class VllmEngine:
         tokenizer = self._parsers.tokenizer
         if not uses_fast_detokenizer(tokenizer):
             return PromptEcho("")
-        if not tokenizer.decode(prompt_ids[-_CONTEXT_IDS:]).endswith(NO_CHARACTER):
+        if not tokenizer.decode(prompt_ids[-CONTEXT_IDS:]).endswith(NO_CHARACTER):
             return PromptEcho("")
         return PromptEcho(tokenizer.decode(prompt_ids, skip_special_tokens=params.skip_special_tokens))
 
@@ -238,13 +225,16 @@ class VllmEngine:
         echo: PromptEcho,
         constrained_by: str | None,
     ) -> AsyncGenerator[GenerationChunk]:
+        """Raises an `EngineError`; `InvalidRequestError` for what vLLM refuses, before it generates, of the request."""
         first = True
         try:
             # Closing this generator closes vLLM's, which aborts the request and frees its slot.
             async with aclosing(outputs):
                 async for output in outputs:
-                    (completion,) = output.outputs
-                    if completion.finish_reason is None and not completion.token_ids and not completion.text:
+                    completion = only_completion(output)
+                    if completion.finish_reason is None and not (
+                        completion.token_ids or completion.text or completion.logprobs
+                    ):
                         continue
                     if completion.finish_reason == "error" and constrained_by is not None:
                         # What the engine's log says of it: its grammar cannot be compiled, or has no way on.
@@ -254,7 +244,7 @@ class VllmEngine:
                             call_id=call_id,
                         )
                     text = echo.strip(completion.text, is_last=completion.finish_reason is not None)
-                    yield self._chunk(output, completion, text, first=first, top_logprobs=request.top_logprobs)
+                    yield chunk_of(output, completion, text, first=first, top_logprobs=request.top_logprobs)
                     first = False
         except VllmEngineDeadError as error:
             raise EngineDeadError("the engine process died", call_id=call_id) from error
@@ -263,50 +253,9 @@ class VllmEngine:
         except (QueueOverflowError, MaxQueuedTokensError) as error:
             raise EngineOverloadedError(error.message) from error
         except (VLLMClientError, ValueError) as error:
+            if not first:
+                raise EngineError(f"the engine failed: {error}", call_id=call_id) from error
             raise _refused(error, param=constrained_by, call_id=call_id) from error
-
-    def _chunk(
-        self,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        text: str,
-        *,
-        first: bool,
-        top_logprobs: int | None,
-    ) -> GenerationChunk:
-        ids = as_ids(np.fromiter(completion.token_ids, dtype=np.int32, count=len(completion.token_ids)))
-        positions = completion.logprobs or []
-        log_probs = sampled_log_probs(completion.token_ids, positions)
-        shown = None
-        if top_logprobs is not None:
-            shown = tuple(
-                TokenLogProb(
-                    position[token].decoded_token or "",
-                    position[token].logprob,
-                    tuple(
-                        (alternative.decoded_token or "", alternative.logprob)
-                        for alternative in sorted(position.values(), key=lambda item: item.rank or 0)[:top_logprobs]
-                    ),
-                )
-                for token, position in zip(completion.token_ids, positions, strict=True)
-            )
-        prompt = None
-        if first and output.prompt_token_ids is not None:
-            prompt = as_ids(np.array(output.prompt_token_ids, dtype=np.int32))
-        return GenerationChunk(
-            token_ids=ids,
-            log_probs=log_probs,
-            text=text,
-            prompt_token_ids=prompt,
-            cached_tokens=output.num_cached_tokens or 0,
-            finish_reason=completion.finish_reason,
-            stop_reason=None if completion.stop_reason is None else str(completion.stop_reason),
-            weight_versions=tuple(
-                WeightSpan(span.start, span.end, str(span.version)) for span in completion.weight_versions or ()
-            ),
-            shown_log_probs=shown,
-            routed_experts=completion.routed_experts,
-        )
 
     async def check_health(self) -> None:
         try:
@@ -322,18 +271,6 @@ class VllmEngine:
         if self._guard is not None:
             self._guard.terminate()
             self._guard.wait()
-
-
-def sampled_log_probs(token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]]) -> LogProbArray:
-    """float32 [G]: of each position's alternatives, that of the id which was sampled; never simply the first.
-
-    Raises `ValueError` if there is not one position for each id, `KeyError` if an id is not among its alternatives.
-    """
-    return np.fromiter(
-        (position[token].logprob for token, position in zip(token_ids, positions, strict=True)),
-        dtype=np.float32,
-        count=len(token_ids),
-    )
 
 
 def chat_request(request: ModelRequest) -> ChatCompletionRequest:
@@ -399,97 +336,3 @@ def _recorded_sampling(params: SamplingParams) -> dict[str, Any]:
     if params.structured_outputs is not None:
         recorded["structured_outputs"] = True
     return recorded
-
-
-def text_of_next(tokenizer: Any, prompt_ids: list[int], params: SamplingParams) -> Callable[[int], str]:
-    """vLLM's own way from ids to text, once more: what each next id adds."""
-    detokenizer = IncrementalDetokenizer.from_new_request(
-        tokenizer,
-        EngineCoreRequest(
-            request_id="",
-            prompt_token_ids=prompt_ids[-_CONTEXT_IDS:],
-            mm_features=None,
-            sampling_params=SamplingParams(
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            ),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        ),
-    )
-
-    def decode_next(token_id: int) -> str:
-        detokenizer.update([token_id], False)
-        text: str = detokenizer.get_next_output_text(False, True)
-        return text
-
-    return decode_next
-
-
-def _tool_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-class PlainParser:
-    """For a model without tool calls and reasoning: everything is text."""
-
-    def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        return (TextDelta(chunk.text),) if chunk.text else ()
-
-
-class VllmParser:
-    """vLLM's parser over one generation, token by token, whether they came one by one or all at once."""
-
-    def __init__(
-        self, parser: Parser, chat: ChatCompletionRequest, prompt_ids: list[int], splitter: StepSplitter
-    ) -> None:
-        self._parser = parser
-        self._chat = chat
-        self._prompt_ids = prompt_ids
-        self._splitter = splitter
-        self._started = 0
-
-    def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        is_last = chunk.finish_reason is not None
-        pieces = self._splitter.feed(chunk.token_ids.tolist(), chunk.text)
-        if is_last:
-            pieces += self._splitter.rest()
-        events: list[ReplyEvent] = []
-        prose: list[Piece] = []
-        for piece in pieces:
-            # In front of the first call prose is passed on, however much at once; read token by token it would cost
-            # seconds in a long text, since many parsers go over all of it each time.
-            if self._started == 0 and piece.is_prose:
-                prose.append(piece)
-                continue
-            events += self._read(joined(prose), finished=False)
-            events += self._read(piece, finished=False)
-            prose = []
-        events += self._read(joined(prose), finished=False)
-        if is_last:
-            # Apart from the last token, which may have come before anybody knew that it is the last.
-            events += self._read(Piece([], ""), finished=True)
-        return merged(events)
-
-    def _read(self, piece: Piece, *, finished: bool) -> Iterable[ReplyEvent]:
-        if not piece.token_ids and not piece.text and not finished:
-            return
-        delta = self._parser.parse_delta(
-            piece.text, piece.token_ids, self._chat, prompt_token_ids=self._prompt_ids, finished=finished
-        )
-        if delta is None:
-            return
-        if delta.reasoning:
-            yield ReasoningDelta(delta.reasoning)
-        if delta.content:
-            yield TextDelta(delta.content)
-        for call in delta.tool_calls or ():
-            function = call.function
-            if function is not None and function.name is not None and call.index >= self._started:
-                yield ToolCallStart(call.index, call.id or _tool_call_id(), function.name)
-                self._started = call.index + 1
-            if function is not None and function.arguments:
-                yield ToolCallDelta(call.index, function.arguments)

@@ -416,6 +416,15 @@ class CallInFlight:
                 rollout_id=tracked.rollout_id,
                 call_id=self.call_id,
             )
+        for chunk in self._chunks:  # each by itself: one that has too many and one that has too few would add up
+            if chunk.log_probs.shape != chunk.token_ids.shape:
+                raise RecordError(
+                    f"generation_log_probs of the engine do not align: {chunk.log_probs.size} for "
+                    f"{chunk.token_ids.size} ids",
+                    field="generation_log_probs",
+                    rollout_id=tracked.rollout_id,
+                    call_id=self.call_id,
+                )
         generated: IdArray = np.concatenate([chunk.token_ids for chunk in self._chunks])
         resolution = self._prompt.resolution
         supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)
