@@ -75,7 +75,7 @@ def whole(request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> 
         arguments = orjson.Fragment(input_json(call.arguments))
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     message = _message(identity, input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
-    return orjson.dumps({**message, "content": content, **_stop(request, reply)})
+    return orjson.dumps({**message, "content": content, **_stop(request, reply), "usage": _usage_of(reply)})
 
 
 def error_body(error: ApiError) -> bytes:
@@ -209,8 +209,9 @@ def _usage(*, input_tokens: int, output_tokens: int) -> dict[str, int]:
     }
 
 
-def _usage_of(reply: ModelReply) -> dict[str, int]:
-    return _usage(input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
+def _usage_of(reply: ModelReply) -> dict[str, Any]:
+    counts = _usage(input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
+    return {**counts, "output_tokens_details": {"thinking_tokens": reply.usage.reasoning_tokens}}
 
 
 def _stop(request: ModelRequest, reply: ModelReply) -> dict[str, str | None]:

@@ -54,6 +54,7 @@ class Script:
     """Whether the first chunk says what the prompt was."""
     weight_versions: tuple[WeightSpan, ...] = ()
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -129,12 +130,19 @@ class ScriptedEngine:
         return self._template
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
         call = EngineCall(call_id=call_id, prompt_ids=prompt_ids, request=request, max_tokens=max_tokens, stream=stream)
         self.calls.append(call)
         script = self._scripter(call)
-        parser = _ScriptedParser()
+        parser = _ScriptedParser(script.reasoning_tokens)
         return Generation(
             chunks=self._chunks(call, script, parser),
             parser=parser,
@@ -196,7 +204,8 @@ class ScriptedEngine:
 class _ScriptedParser:
     """Says what the script says of each chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, reasoning_tokens: int) -> None:
+        self.reasoning_tokens = reasoning_tokens
         self._expected: list[ReplyEvent] = []
 
     def expect(self, events: Sequence[ReplyEvent]) -> None:

@@ -41,7 +41,7 @@ from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.limits import check_sampling, check_schema
 from gym_capture.engines.steps import NO_CHARACTER, PromptEcho, StepSplitter
 from gym_capture.engines.vllm_outputs import chunk_of, only_completion
-from gym_capture.engines.vllm_parsing import CONTEXT_IDS, PlainParser, VllmParser, text_of_next
+from gym_capture.engines.vllm_parsing import CONTEXT_IDS, Parsers, PlainParser, VllmParser, text_of_next
 from gym_capture.errors import (
     ConfigError,
     EngineDeadError,
@@ -73,6 +73,7 @@ _SAMPLING_NAMES = (
 class _ParserSetup:
     """What every request's parser is made from."""
 
+    names: Parsers
     parser_cls: type[Parser] | None
     tokenizer: Any
     model_config: Any
@@ -101,9 +102,11 @@ class VllmEngine:
             name=name,
             max_model_len=config.max_model_len,
             vocab_size=config.get_vocab_size(),
+            reads_reasoning=reasoning_parser is not None,
             longest_token=max(map(len, tokenizer.get_vocab())),
         )
         self._parsers = _ParserSetup(
+            Parsers(tool_parser, reasoning_parser),
             ParserManager.get_parser(
                 tool_parser_name=tool_parser,
                 reasoning_parser_name=reasoning_parser,
@@ -132,6 +135,9 @@ class VllmEngine:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model: {model!r} is not a model folder (it has no config.json)")
         forced = {"model": model, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        if reasoning_parser is not None:
+            # The engine waits with a forced call's grammar until the model has thought.
+            forced["reasoning_parser"] = reasoning_parser
         overridden = sorted(set(engine_args) & set(forced))
         if overridden:
             raise ConfigError(f"engine_args: {', '.join(overridden)} cannot be set here; the graph sets them")
@@ -164,16 +170,34 @@ class VllmEngine:
         return self._template
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
         try:
-            return self._generate(call_id, prompt_ids.tolist(), request, max_tokens=max_tokens, stream=stream)
+            return self._generate(
+                call_id, prompt_ids.tolist(), request, max_tokens=max_tokens, stream=stream, turn_start=turn_start or 0
+            )
         except (VLLMClientError, ValueError, RecursionError) as error:
             raise _refused(error, param=_schema_param(request), call_id=call_id) from error
 
     def _generate(
-        self, call_id: str, ids: list[int], request: ModelRequest, *, max_tokens: int, stream: bool
+        self,
+        call_id: str,
+        ids: list[int],
+        request: ModelRequest,
+        *,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int,
     ) -> Generation:
+        # Thinking of earlier turns, which a prompt of their exact ids shows, is over; that of this one is not.
+        turn_ids = ids[turn_start:]
         check_sampling(request.sampling, vocab_size=self._model.vocab_size)
         chat = chat_request(request)
         parser = None
@@ -193,14 +217,13 @@ class VllmEngine:
             _check_grammar(params.structured_outputs, param=constrained_by)
         output_parser: OutputParser = PlainParser()
         if parser is not None:
-            parser.set_prompt_token_ids(ids)
             splitter = StepSplitter(text_of_next(self._parsers.tokenizer, ids, params))
-            output_parser = VllmParser(parser, chat, ids, splitter)
+            output_parser = VllmParser(parser, self._parsers.names, chat, turn_ids, splitter, self._parsers.tokenizer)
         outputs = self._llm.generate(
             TokensPrompt(prompt_token_ids=ids),
             params,
             call_id,
-            reasoning_ended=chat.resolve_reasoning_ended(parser, ids),
+            reasoning_ended=chat.resolve_reasoning_ended(parser, turn_ids),
         )
         return Generation(
             chunks=self._chunks(outputs, call_id, request, self._prompt_echo(ids, params), constrained_by),

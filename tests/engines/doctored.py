@@ -19,7 +19,7 @@ Doctor = Callable[[int, RequestOutput], None]
 
 
 class DoctoredLlm:
-    """Generates `ids`, one output for each or one for all, as it is asked."""
+    """Generates `ids`, one output for each or one for all, as it is asked. They can be set anew between calls."""
 
     def __init__(self, tokenizer: Any, ids: list[int], doctor: Doctor = lambda n, output: None) -> None:
         self.renderer = SimpleNamespace(tokenizer=tokenizer)
@@ -30,7 +30,7 @@ class DoctoredLlm:
             hf_config=SimpleNamespace(model_type="llama"),
             hf_text_config=SimpleNamespace(model_type="llama"),
         )
-        self._ids = ids
+        self.ids = ids
         self._doctor = doctor
         self.asked: list[dict[str, Any]] = []
         """The keyword arguments of every call, with its `prompt_token_ids` and `params`."""
@@ -40,7 +40,7 @@ class DoctoredLlm:
     ) -> AsyncGenerator[RequestOutput]:
         self.asked.append({**keywords, "prompt_token_ids": prompt["prompt_token_ids"], "params": params})
         tokenizer = self.renderer.tokenizer
-        steps = [[n] for n in self._ids] if params.output_kind.name == "DELTA" else [self._ids]
+        steps = [[n] for n in self.ids] if params.output_kind.name == "DELTA" else [self.ids]
         for number, ids in enumerate(steps):
             completion = CompletionOutput(
                 index=0,

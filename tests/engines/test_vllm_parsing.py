@@ -31,7 +31,7 @@ from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.steps import StepSplitter
 from gym_capture.engines.vllm import chat_request
-from gym_capture.engines.vllm_parsing import VllmParser, text_of_next
+from gym_capture.engines.vllm_parsing import Parsers, VllmParser, text_of_next
 from gym_capture.models import tiny_dir
 from gym_capture.records import as_ids
 
@@ -157,8 +157,9 @@ def read(
     )
     chat = parser.adjust_request(chat)
     params = chat.to_sampling_params(1_000, {})
-    parser.set_prompt_token_ids(PROMPT_IDS)
-    reader = VllmParser(parser, chat, PROMPT_IDS, StepSplitter(text_of_next(known, PROMPT_IDS, params)))
+    splitter = StepSplitter(text_of_next(known, PROMPT_IDS, params))
+    names = Parsers(form.tool_parser, form.reasoning_parser)
+    reader = VllmParser(parser, names, chat, PROMPT_IDS, splitter, known)
     detokenizer = engine_detokenizer(known, params)
     steps: list[list[ReplyEvent]] = []
     start = 0
