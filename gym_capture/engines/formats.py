@@ -47,9 +47,16 @@ JSON_FORMATS: Final[Mapping[str, JsonFormat]] = {
 }
 """Parsers of tool calls whose arguments are written in JSON."""
 
-READ_WHOLE: Final[Mapping[str, str]] = {"hunyuan_a13b": "<tool_calls>", "jamba": "<tool_calls>"}
-"""Parsers of tool calls that lose or mangle calls which come in parts, and what the first call begins with: from there
-on a reply is read once it is whole."""
+READ_WHOLE: Final[Mapping[str, str]] = {
+    "functiongemma": "<start_function_call>",
+    "hunyuan_a13b": "<tool_calls>",
+    "jamba": "<tool_calls>",
+    "minicpm5": "<function",
+    "phi4_mini_json": "functools",
+    "xlam": "",
+}
+"""Parsers of tool calls that lose or mangle calls which come in parts, and what the first call begins with (nothing: it
+may be many things): from there on a reply is read once it is whole."""
 
 THINKS_WHOLE: Final = frozenset({"granite", "hunyuan_a13b"})
 """Parsers of thinking that fail on it, or lose some of it, where it comes in parts: the whole reply is read once it is

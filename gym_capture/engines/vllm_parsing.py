@@ -204,11 +204,19 @@ class VllmParser:
                 yield ReasoningDelta(unveil(reasoning))
             yield from self._whole(content, calls or ())
         else:
-            # Apart from the last token, which may have come before anybody knew that it is the last.
-            yield from self._read(Piece([], ""), finished=True)
-        if self._call_mark is not None and self._text and self._parser.tool_parser is not None:
-            found = self._parser.tool_parser.extract_tool_calls(self._text, self._chat)
-            yield from self._whole(found.content, [call.function for call in found.tool_calls])
+            # Apart from the last token, which may have come before anybody knew that it is the last. What parsers say
+            # only now of a call that was cut is made up: that its name was whole, that it had no arguments.
+            for event in self._read(Piece([], ""), finished=True):
+                if not (is_cut and isinstance(event, ToolCallStart | ToolCallDelta)):
+                    yield event
+        if self._call_mark is not None and self._text:
+            found = None
+            if not is_cut and self._parser.tool_parser is not None:
+                found = self._parser.tool_parser.extract_tool_calls(self._text, self._chat)
+            if found is not None and found.tool_calls:
+                yield from self._whole(found.content, [call.function for call in found.tool_calls])
+            else:
+                yield TextDelta(unveil(self._text))
         for call in self._calls:
             yield from call.rest()
         if self._calls and not is_cut:

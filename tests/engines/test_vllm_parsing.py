@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -38,6 +39,7 @@ from gym_capture.records import as_ids
 TOOLS = (
     Tool("f", "", '{"type":"object","properties":{"a":{"type":"integer"}}}'),
     Tool("get_weather", "", '{"type":"object","properties":{"city":{"type":"string"}}}'),
+    Tool("now", "", '{"type":"object","properties":{}}'),
 )
 CALLS = [("f", {"a": 1}), ("get_weather", {"city": 'Zürich } " 😀'})]
 F, WEATHER = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in CALLS)
@@ -112,8 +114,13 @@ CHOICES: list[ToolChoice] = ["auto", "required", NamedToolChoice("get_weather")]
 
 
 @cache
+def plain_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(tiny_dir())
+
+
+@cache
 def tokenizer(added_tokens: tuple[str, ...]) -> Any:
-    made = AutoTokenizer.from_pretrained(tiny_dir())
+    made = copy.deepcopy(plain_tokenizer())
     made.add_tokens(list(added_tokens))
     return get_cached_tokenizer(made)  # as the engine has it
 
