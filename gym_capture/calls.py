@@ -103,6 +103,8 @@ class Usage(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
+    """Those of `completion_tokens` that are thinking."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,8 @@ NOT_PURE = {
     "gym_capture.cli",
     "gym_capture.engines.vllm",
     "gym_capture.engines.vllm_sampling",
+    "gym_capture.engines.vllm_outputs",
+    "gym_capture.engines.vllm_parsing",
     "gym_capture.engines.hf_template",
 }
 """The command line, and the adapters whose whole purpose is one heavy package."""

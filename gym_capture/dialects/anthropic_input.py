@@ -5,15 +5,18 @@ Invariant: `arguments_of` undoes `input_json`, up to what a comparison of argume
 the policy wrote is no JSON object, which is all that `input` can be.
 
 Such text travels as `{"INVALID_JSON": text}`, the form in which Anthropic's documentation has clients hand broken
-arguments around. The tool refuses it, as it must, and the policy is told; nothing is guessed, closed or cut.
+arguments around. The tool refuses it, as it must, and the policy is told; nothing is guessed, closed or cut. A call
+that was cut by a limit does not travel so (`anthropic_reply`): nobody could run it.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
+from pydantic_core import from_json
 
 from gym_capture.dialects import fields
 
@@ -34,6 +37,24 @@ def input_json(arguments: str) -> str:
     if isinstance(value, dict) and not _is_wrapped(value):
         return arguments
     return orjson.dumps({_WRAPPER: arguments}).decode()
+
+
+def is_cut(arguments: str) -> bool:
+    """Whether the text is the beginning of an object, and no more."""
+    text = arguments.strip()
+    if not text.startswith("{"):
+        return not text
+    try:
+        json.JSONDecoder().raw_decode(text)
+    except ValueError:
+        try:
+            from_json(text, allow_partial=True)
+        except ValueError:
+            return False
+        return True
+    except RecursionError:
+        return False
+    return False
 
 
 def arguments_of(value: Mapping[str, Any], param: str) -> str:

@@ -9,6 +9,7 @@ What is decided here:
 - The arguments of a tool call leave when they are whole, in one delta, since only then it shows whether they are an
   object (`anthropic_input`); clients throw on anything else, and what has left cannot be taken back. Until then the
   open block gets empty deltas, which tell a client that it goes on: official clients swallow pings.
+- A call that the limit of tokens cut is streamed as far as it goes, and left out of a whole reply: no input is made up.
 - Events that belong to no open block wait until theirs can open (`one_at_a_time`).
 - A block is opened for something to see. Whitespace before it waits, as that between two tool calls does.
 - `usage.input_tokens` is the whole prompt and nothing is said to be read from a cache. Anthropic counts apart what its
@@ -34,7 +35,7 @@ from gym_capture.calls import (
     ToolCallDelta,
     ToolCallStart,
 )
-from gym_capture.dialects.anthropic_input import input_json
+from gym_capture.dialects.anthropic_input import input_json, is_cut
 from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.one_at_a_time import OneAtATime
 
@@ -72,11 +73,14 @@ def whole(request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> 
         content.append({"type": "thinking", "thinking": turn.reasoning, "signature": _SIGNATURE})
     if turn.text.strip():
         content.append({"type": "text", "text": turn.text})
-    for call in turn.tool_calls:
+    calls = turn.tool_calls
+    if calls and reply.finish_reason == "length" and is_cut(calls[-1].arguments):
+        calls = calls[:-1]  # its input would have to be an object, and is none yet
+    for call in calls:
         arguments = orjson.Fragment(input_json(call.arguments))
         content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     message = _message(identity, input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
-    return orjson.dumps({**message, "content": content, **_stop(request, reply)})
+    return orjson.dumps({**message, "content": content, **_stop(request, reply), "usage": _usage_of(reply)})
 
 
 def error_body(error: ApiError) -> bytes:
@@ -125,7 +129,7 @@ class MessageStream:
         out: list[bytes] = []
         for event in self._in_order.rest():
             self._show(out, event)
-        self._close_block(out)
+        self._close_block(out, may_be_cut=reply.finish_reason == "length")
         delta = {"type": "message_delta", "delta": _stop(self._request, reply), "usage": _usage_of(reply)}
         out.append(_frame(b"message_delta", orjson.dumps(delta)))
         out.append(_frame(b"message_stop", b'{"type":"message_stop"}'))
@@ -166,14 +170,16 @@ class MessageStream:
         start = {"type": "content_block_start", "index": self._index, "content_block": block}
         out.append(_frame(b"content_block_start", orjson.dumps(start)))
 
-    def _close_block(self, out: list[bytes]) -> None:
+    def _close_block(self, out: list[bytes], *, may_be_cut: bool = False) -> None:
         if self._open is None:
             return
         if self._open == "thinking":
             out.append(self._delta(orjson.dumps({"type": "signature_delta", "signature": _SIGNATURE})))
         elif self._open == "tool_use":
-            out.append(self._input_delta(input_json("".join(self._arguments))))
+            arguments = "".join(self._arguments)
             self._arguments.clear()
+            # Of a call that was cut clients get what there is, as from Anthropic.
+            out.append(self._input_delta(arguments if may_be_cut and is_cut(arguments) else input_json(arguments)))
         self._open = None
         out.append(_frame(b"content_block_stop", b'{"type":"content_block_stop","index":%d}' % self._index))
 
@@ -211,8 +217,9 @@ def _usage(*, input_tokens: int, output_tokens: int) -> dict[str, int]:
     }
 
 
-def _usage_of(reply: ModelReply) -> dict[str, int]:
-    return _usage(input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
+def _usage_of(reply: ModelReply) -> dict[str, Any]:
+    counts = _usage(input_tokens=reply.usage.prompt_tokens, output_tokens=reply.usage.completion_tokens)
+    return {**counts, "output_tokens_details": {"thinking_tokens": reply.usage.reasoning_tokens}}
 
 
 def _stop(request: ModelRequest, reply: ModelReply) -> dict[str, str | None]:

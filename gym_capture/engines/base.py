@@ -28,6 +28,8 @@ class ModelInfo:
     max_model_len: int
     """Longest prompt + generation, in ids."""
     vocab_size: int
+    reads_reasoning: bool = False
+    """Whether a parser tells thinking from text: it is told where the turn begins."""
     longest_token: int | None = None
     """Characters of the longest token: text of n characters has at least n / `longest_token` ids. None: not known."""
 
@@ -39,7 +41,8 @@ class GenerationChunk:
     token_ids: IdArray
     """int32 [G]."""
     log_probs: LogProbArray
-    """float32 [G]."""
+    """float32 [G]. From an engine whose output does not align: as many as it gave, NaN for an id that has none. Such a
+    chunk is served, and no record is made of it."""
     text: str
     """New text; whole characters only."""
     prompt_token_ids: IdArray | None = None
@@ -57,8 +60,23 @@ class GenerationChunk:
     sampling_mask: npt.NDArray[Any] | None = None
 
 
+def reported_amiss(chunks: Sequence[GenerationChunk]) -> tuple[str, str] | None:
+    """Why no record can be made of a generation: the field, and what is wrong with what the engine says of it."""
+    if chunks[0].prompt_token_ids is None:
+        return "prompt_token_ids", "missing_prompt_ids: the engine did not report the prompt"
+    for chunk in chunks:  # each by itself: one that has too many and one that has too few would add up
+        if chunk.log_probs.shape != chunk.token_ids.shape:
+            return "generation_log_probs", f"do not align: {chunk.log_probs.size} for {chunk.token_ids.size} ids"
+    return None
+
+
 class OutputParser(Protocol):
     """Turns one generation's text into reply events. One object per generation."""
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """How many of the ids that were fed are thinking."""
+        ...
 
     def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
         """Events that `chunk` makes certain. The last chunk (with a finish reason) flushes what was held back."""
@@ -89,9 +107,18 @@ class Engine(Protocol):
     def template(self) -> ChatTemplate: ...
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
-        """Starts generating from exactly `prompt_ids`.
+        """Starts generating from exactly `prompt_ids`, in which the generation prompt begins at `turn_start`.
+
+        What is before it says nothing of whether the model is thinking. None: it is not known where that is.
 
         `request.sampling` is taken as already pinned. Raises `InvalidRequestError` for parameters that the engine
         refuses; while iterating, `EngineDeadError` or another `EngineError`. Closing the iterator aborts the

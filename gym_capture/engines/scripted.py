@@ -19,7 +19,7 @@ import numpy as np
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TextDelta, TokenLogProb
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo
-from gym_capture.errors import EngineDeadError
+from gym_capture.errors import EngineDeadError, EngineError
 from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 from gym_capture.template import ChatTemplate
 
@@ -54,6 +54,7 @@ class Script:
     """Whether the first chunk says what the prompt was."""
     weight_versions: tuple[WeightSpan, ...] = ()
     cached_tokens: int = 0
+    reasoning_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -131,12 +132,19 @@ class ScriptedEngine:
         return self._template
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
         call = EngineCall(call_id=call_id, prompt_ids=prompt_ids, request=request, max_tokens=max_tokens, stream=stream)
         self.calls.append(call)
         script = self._scripter(call)
-        parser = _ScriptedParser()
+        parser = _ScriptedParser(script.reasoning_tokens)
         aborted = asyncio.Event()
 
         async def abort() -> None:
@@ -203,6 +211,8 @@ class ScriptedEngine:
         )
 
     def _shown(self, request: ModelRequest, ids: IdArray, log_probs: LogProbArray) -> tuple[TokenLogProb, ...]:
+        if ids.size != log_probs.size:
+            raise EngineError("the engine's log probabilities do not belong to the tokens that it sampled")
         tokens = [self._template.decode(ids[n : n + 1]) for n in range(ids.size)]
         return tuple(
             TokenLogProb(token, log_prob, ((token, log_prob),) if request.top_logprobs else ())
@@ -213,7 +223,8 @@ class ScriptedEngine:
 class _ScriptedParser:
     """Says what the script says of each chunk."""
 
-    def __init__(self) -> None:
+    def __init__(self, reasoning_tokens: int) -> None:
+        self.reasoning_tokens = reasoning_tokens
         self._expected: list[ReplyEvent] = []
 
     def expect(self, events: Sequence[ReplyEvent]) -> None:

@@ -13,47 +13,36 @@ from __future__ import annotations
 import asyncio
 import json
 import subprocess
-import uuid
-from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from pydantic import ValidationError
 from vllm import SamplingParams, TokensPrompt, envs
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.exceptions import MaxQueuedTokensError, QueueOverflowError, VLLMClientError, VLLMValidationError
-from vllm.logprobs import Logprob
-from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.outputs import RequestOutput
 from vllm.parser import ParserManager
 from vllm.parser.abstract_parser import Parser
 from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 from vllm.usage.usage_lib import UsageContext
-from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.detokenizer import IncrementalDetokenizer, uses_fast_detokenizer
+from vllm.v1.engine.detokenizer import uses_fast_detokenizer
 from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
-from gym_capture.calls import (
-    ModelRequest,
-    NamedToolChoice,
-    ReasoningDelta,
-    ReplyEvent,
-    TextDelta,
-    TokenLogProb,
-    ToolCallDelta,
-    ToolCallStart,
-)
+from gym_capture.calls import ModelRequest, NamedToolChoice
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
 from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.limits import arguments_as_objects, check_sampling, check_schema, object_schema
-from gym_capture.engines.steps import NO_CHARACTER, Piece, PromptEcho, StepSplitter, joined, merged
+from gym_capture.engines.steps import NO_CHARACTER, PromptEcho, StepSplitter
+from gym_capture.engines.vllm_outputs import chunk_of, only_completion
+from gym_capture.engines.vllm_parsing import CONTEXT_IDS, Parsers, PlainParser, VllmParser, text_of_next
 from gym_capture.engines.vllm_sampling import ALWAYS, IF_SET, recorded_sampling
 from gym_capture.errors import (
     ConfigError,
@@ -62,11 +51,9 @@ from gym_capture.errors import (
     EngineOverloadedError,
     InvalidRequestError,
 )
-from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
+from gym_capture.records import IdArray
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
-_CONTEXT_IDS = 8
-"""How many ids before the first generated one tell how that one is written."""
 _MAX_MESSAGE = 500
 """Characters of an error: vLLM repeats what it was given."""
 
@@ -75,6 +62,7 @@ _MAX_MESSAGE = 500
 class _ParserSetup:
     """What every request's parser is made from."""
 
+    names: Parsers
     parser_cls: type[Parser] | None
     tokenizer: Any
     model_config: Any
@@ -103,9 +91,11 @@ class VllmEngine:
             name=name,
             max_model_len=config.max_model_len,
             vocab_size=config.get_vocab_size(),
+            reads_reasoning=reasoning_parser is not None,
             longest_token=max(map(len, tokenizer.get_vocab())),
         )
         self._parsers = _ParserSetup(
+            Parsers(tool_parser, reasoning_parser),
             ParserManager.get_parser(
                 tool_parser_name=tool_parser,
                 reasoning_parser_name=reasoning_parser,
@@ -134,6 +124,9 @@ class VllmEngine:
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model: {model!r} is not a model folder (it has no config.json)")
         forced = {"model": model, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        if reasoning_parser is not None:
+            # The engine waits with a forced call's grammar until the model has thought.
+            forced["reasoning_parser"] = reasoning_parser
         overridden = sorted(set(engine_args) & set(forced))
         if overridden:
             raise ConfigError(f"engine_args: {', '.join(overridden)} cannot be set here; the graph sets them")
@@ -166,16 +159,34 @@ class VllmEngine:
         return self._template
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
         try:
-            return self._generate(call_id, prompt_ids.tolist(), request, max_tokens=max_tokens, stream=stream)
+            return self._generate(
+                call_id, prompt_ids.tolist(), request, max_tokens=max_tokens, stream=stream, turn_start=turn_start or 0
+            )
         except (VLLMClientError, ValueError, RecursionError) as error:
             raise _refused(error, param=_schema_param(request), call_id=call_id) from error
 
     def _generate(
-        self, call_id: str, ids: list[int], request: ModelRequest, *, max_tokens: int, stream: bool
+        self,
+        call_id: str,
+        ids: list[int],
+        request: ModelRequest,
+        *,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int,
     ) -> Generation:
+        # Thinking of earlier turns, which a prompt of their exact ids shows, is over; that of this one is not.
+        turn_ids = ids[turn_start:]
         check_sampling(request.sampling, vocab_size=self._model.vocab_size)
         chat = chat_request(request)
         parser = None
@@ -195,14 +206,13 @@ class VllmEngine:
             _check_grammar(params.structured_outputs, param=constrained_by)
         output_parser: OutputParser = PlainParser()
         if parser is not None:
-            parser.set_prompt_token_ids(ids)
             splitter = StepSplitter(text_of_next(self._parsers.tokenizer, ids, params))
-            output_parser = VllmParser(parser, chat, ids, splitter)
+            output_parser = VllmParser(parser, self._parsers.names, chat, turn_ids, splitter, self._parsers.tokenizer)
         outputs = self._llm.generate(
             TokensPrompt(prompt_token_ids=ids),
             params,
             call_id,
-            reasoning_ended=chat.resolve_reasoning_ended(parser, ids),
+            reasoning_ended=chat.resolve_reasoning_ended(parser, turn_ids),
         )
         return Generation(
             chunks=self._chunks(outputs, call_id, request, self._prompt_echo(ids, params), constrained_by),
@@ -220,7 +230,7 @@ class VllmEngine:
         tokenizer = self._parsers.tokenizer
         if not uses_fast_detokenizer(tokenizer):
             return PromptEcho("")
-        if not tokenizer.decode(prompt_ids[-_CONTEXT_IDS:]).endswith(NO_CHARACTER):
+        if not tokenizer.decode(prompt_ids[-CONTEXT_IDS:]).endswith(NO_CHARACTER):
             return PromptEcho("")
         return PromptEcho(tokenizer.decode(prompt_ids, skip_special_tokens=params.skip_special_tokens))
 
@@ -232,13 +242,16 @@ class VllmEngine:
         echo: PromptEcho,
         constrained_by: str | None,
     ) -> AsyncGenerator[GenerationChunk]:
+        """Raises an `EngineError`; `InvalidRequestError` for what vLLM refuses, before it generates, of the request."""
         first = True
         try:
             # Closing this generator closes vLLM's, which aborts the request and frees its slot.
             async with aclosing(outputs):
                 async for output in outputs:
-                    (completion,) = output.outputs
-                    if completion.finish_reason is None and not completion.token_ids and not completion.text:
+                    completion = only_completion(output)
+                    if completion.finish_reason is None and not (
+                        completion.token_ids or completion.text or completion.logprobs
+                    ):
                         continue
                     if completion.finish_reason == "error" and constrained_by is not None:
                         # What the engine's log says of it: its grammar cannot be compiled, or has no way on.
@@ -248,7 +261,7 @@ class VllmEngine:
                             call_id=call_id,
                         )
                     text = echo.strip(completion.text, is_last=completion.finish_reason is not None)
-                    yield self._chunk(output, completion, text, first=first, top_logprobs=request.top_logprobs)
+                    yield chunk_of(output, completion, text, first=first, top_logprobs=request.top_logprobs)
                     first = False
         except VllmEngineDeadError as error:
             raise EngineDeadError("the engine process died", call_id=call_id) from error
@@ -257,50 +270,9 @@ class VllmEngine:
         except (QueueOverflowError, MaxQueuedTokensError) as error:
             raise EngineOverloadedError(error.message) from error
         except (VLLMClientError, ValueError) as error:
+            if not first:
+                raise EngineError(f"the engine failed: {error}", call_id=call_id) from error
             raise _refused(error, param=constrained_by, call_id=call_id) from error
-
-    def _chunk(
-        self,
-        output: RequestOutput,
-        completion: CompletionOutput,
-        text: str,
-        *,
-        first: bool,
-        top_logprobs: int | None,
-    ) -> GenerationChunk:
-        ids = as_ids(np.fromiter(completion.token_ids, dtype=np.int32, count=len(completion.token_ids)))
-        positions = completion.logprobs or []
-        log_probs = sampled_log_probs(completion.token_ids, positions)
-        shown = None
-        if top_logprobs is not None:
-            shown = tuple(
-                TokenLogProb(
-                    position[token].decoded_token or "",
-                    position[token].logprob,
-                    tuple(
-                        (alternative.decoded_token or "", alternative.logprob)
-                        for alternative in sorted(position.values(), key=lambda item: item.rank or 0)[:top_logprobs]
-                    ),
-                )
-                for token, position in zip(completion.token_ids, positions, strict=True)
-            )
-        prompt = None
-        if first and output.prompt_token_ids is not None:
-            prompt = as_ids(np.array(output.prompt_token_ids, dtype=np.int32))
-        return GenerationChunk(
-            token_ids=ids,
-            log_probs=log_probs,
-            text=text,
-            prompt_token_ids=prompt,
-            cached_tokens=output.num_cached_tokens or 0,
-            finish_reason=completion.finish_reason,
-            stop_reason=None if completion.stop_reason is None else str(completion.stop_reason),
-            weight_versions=tuple(
-                WeightSpan(span.start, span.end, str(span.version)) for span in completion.weight_versions or ()
-            ),
-            shown_log_probs=shown,
-            routed_experts=completion.routed_experts,
-        )
 
     async def check_health(self) -> None:
         try:
@@ -316,18 +288,6 @@ class VllmEngine:
         if self._guard is not None:
             self._guard.terminate()
             self._guard.wait()
-
-
-def sampled_log_probs(token_ids: Sequence[int], positions: Sequence[Mapping[int, Logprob]]) -> LogProbArray:
-    """float32 [G]: of each position's alternatives, that of the id which was sampled; never simply the first.
-
-    Raises `ValueError` if there is not one position for each id, `KeyError` if an id is not among its alternatives.
-    """
-    return np.fromiter(
-        (position[token].logprob for token, position in zip(token_ids, positions, strict=True)),
-        dtype=np.float32,
-        count=len(token_ids),
-    )
 
 
 def chat_request(request: ModelRequest) -> ChatCompletionRequest:
@@ -394,97 +354,3 @@ def _refused(error: Exception, *, param: str | None, call_id: str) -> InvalidReq
     if isinstance(error, VLLMValidationError) and error.parameter is not None:
         named = {"logprobs": "top_logprobs"}.get(error.parameter, error.parameter)
     return InvalidRequestError(message, param=named, call_id=call_id)
-
-
-def text_of_next(tokenizer: Any, prompt_ids: list[int], params: SamplingParams) -> Callable[[int], str]:
-    """vLLM's own way from ids to text, once more: what each next id adds."""
-    detokenizer = IncrementalDetokenizer.from_new_request(
-        tokenizer,
-        EngineCoreRequest(
-            request_id="",
-            prompt_token_ids=prompt_ids[-_CONTEXT_IDS:],
-            mm_features=None,
-            sampling_params=SamplingParams(
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            ),
-            pooling_params=None,
-            arrival_time=0.0,
-            lora_request=None,
-            cache_salt=None,
-            data_parallel_rank=None,
-        ),
-    )
-
-    def decode_next(token_id: int) -> str:
-        detokenizer.update([token_id], False)
-        text: str = detokenizer.get_next_output_text(False, True)
-        return text
-
-    return decode_next
-
-
-def _tool_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
-
-
-class PlainParser:
-    """For a model without tool calls and reasoning: everything is text."""
-
-    def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        return (TextDelta(chunk.text),) if chunk.text else ()
-
-
-class VllmParser:
-    """vLLM's parser over one generation, token by token, whether they came one by one or all at once."""
-
-    def __init__(
-        self, parser: Parser, chat: ChatCompletionRequest, prompt_ids: list[int], splitter: StepSplitter
-    ) -> None:
-        self._parser = parser
-        self._chat = chat
-        self._prompt_ids = prompt_ids
-        self._splitter = splitter
-        self._started = 0
-
-    def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:
-        is_last = chunk.finish_reason is not None
-        pieces = self._splitter.feed(chunk.token_ids.tolist(), chunk.text)
-        if is_last:
-            pieces += self._splitter.rest()
-        events: list[ReplyEvent] = []
-        prose: list[Piece] = []
-        for piece in pieces:
-            # In front of the first call prose is passed on, however much at once; read token by token it would cost
-            # seconds in a long text, since many parsers go over all of it each time.
-            if self._started == 0 and piece.is_prose:
-                prose.append(piece)
-                continue
-            events += self._read(joined(prose), finished=False)
-            events += self._read(piece, finished=False)
-            prose = []
-        events += self._read(joined(prose), finished=False)
-        if is_last:
-            # Apart from the last token, which may have come before anybody knew that it is the last.
-            events += self._read(Piece([], ""), finished=True)
-        return merged(events)
-
-    def _read(self, piece: Piece, *, finished: bool) -> Iterable[ReplyEvent]:
-        if not piece.token_ids and not piece.text and not finished:
-            return
-        delta = self._parser.parse_delta(
-            piece.text, piece.token_ids, self._chat, prompt_token_ids=self._prompt_ids, finished=finished
-        )
-        if delta is None:
-            return
-        if delta.reasoning:
-            yield ReasoningDelta(delta.reasoning)
-        if delta.content:
-            yield TextDelta(delta.content)
-        for call in delta.tool_calls or ():
-            function = call.function
-            if function is not None and function.name is not None and call.index >= self._started:
-                yield ToolCallStart(call.index, call.id or _tool_call_id(), function.name)
-                self._started = call.index + 1
-            if function is not None and function.arguments:
-                yield ToolCallDelta(call.index, function.arguments)

@@ -25,7 +25,7 @@ import numpy as np
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage, sendable
 from gym_capture.conversation import AssistantTurn
 from gym_capture.dialects import fields
-from gym_capture.engines.base import Engine, Generation, GenerationChunk
+from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
 from gym_capture.errors import (
     ContextLengthError,
     EngineError,
@@ -56,6 +56,7 @@ from gym_capture.records import (
 from gym_capture.serving.state import Begun
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice import Spliced, full_prompt, splice
+from gym_capture.turn_start import turn_start
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +88,8 @@ class Prompt:
     resolution: Resolution
     not_spliced: str | None = None
     """Why a resolved parent's ids were not supplied."""
+    turn_start: int | None = None
+    """Where in `ids` the generation prompt begins, where an engine wants to know."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,7 +229,7 @@ class CallService:
             raise ContextLengthError(Overflow(-(-size // (2 * longest)), limit, is_at_least=True))
 
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
-        return await asyncio.get_running_loop().run_in_executor(self._renderer, self._prompt, request, resolution)
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, self._opened, request, resolution)
 
     async def _register(self, state: CallState, intent: CallIntent, fingerprint: Fingerprint) -> Begun:
         """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
@@ -241,6 +244,12 @@ class CallService:
     def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:
         """The conversation's fingerprint; the rollout's last one saves hashing what has not changed."""
         return self._fingerprinter.fingerprint(request.conversation, self._sessions.get(rollout_id))
+
+    def _opened(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        prompt = self._prompt(request, resolution)
+        if request.raw_prompt is not None or not self._engine.model.reads_reasoning:
+            return prompt
+        return replace(prompt, turn_start=turn_start(self._engine.template, request.conversation, prompt.ids))
 
     def _prompt(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         """The spliced prompt where a parent is proven, else the whole conversation through the template."""
@@ -265,7 +274,12 @@ class CallService:
             raise ContextLengthError(Overflow(int(prompt.ids.size), limit), call_id=call_id)
         max_tokens = min(request.max_tokens or room, room)
         generation = self._engine.generate(
-            call_id=call_id, prompt_ids=prompt.ids, request=request, max_tokens=max_tokens, stream=request.stream
+            call_id=call_id,
+            prompt_ids=prompt.ids,
+            request=request,
+            max_tokens=max_tokens,
+            stream=request.stream,
+            turn_start=prompt.turn_start,
         )
         return generation, max_tokens
 
@@ -368,6 +382,7 @@ class CallInFlight:
                 prompt_tokens=int(self._prompt.ids.size),
                 completion_tokens=sum(int(chunk.token_ids.size) for chunk in self._chunks),
                 cached_tokens=last.cached_tokens,
+                reasoning_tokens=self._generation.parser.reasoning_tokens,
             ),
             log_probs=shown,
         )
@@ -426,14 +441,12 @@ class CallInFlight:
 
     def _entry(self, finish_reason: str, turn: AssistantTurn, tracked: Tracked) -> TokenEntry:
         """The record. Raises `RecordError` for what the engine reported amiss."""
+        amiss = reported_amiss(self._chunks)
+        if amiss is not None:
+            field, why = amiss
+            raise RecordError(f"{field} {why}", field=field, rollout_id=tracked.rollout_id, call_id=self.call_id)
         prompt_ids = self._chunks[0].prompt_token_ids
-        if prompt_ids is None:
-            raise RecordError(
-                "prompt_token_ids missing_prompt_ids: the engine did not report the prompt",
-                field="prompt_token_ids",
-                rollout_id=tracked.rollout_id,
-                call_id=self.call_id,
-            )
+        assert prompt_ids is not None
         generated: IdArray = np.concatenate([chunk.token_ids for chunk in self._chunks])
         resolution = self._prompt.resolution
         supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)

@@ -303,7 +303,16 @@ def test_arguments_come_back_as_they_were(arguments: str) -> None:
     assert canonical_arguments(arguments_of(sent, "input")) == canonical_arguments(arguments)
 
 
-@pytest.mark.parametrize("broken", ['{"city": "Par', "city=Paris", '["Paris"]', '{"city": "Paris"}}'])
+@pytest.mark.parametrize("cut", ["", "{", '{"city', '{"city": "Par', '{"city": "Paris", "days": [1, '])
+def test_ST_13_of_a_call_that_was_cut_nothing_is_made_up(cut: str) -> None:
+    events = (ToolCallStart(0, "c0", "get_weather"), *((ToolCallDelta(0, cut),) if cut else ()))
+    streamed, whole = both(events, finish_reason="length")
+    assert (whole.content, whole.stop_reason, streamed.stop_reason) == ([], "max_tokens", "max_tokens")
+    told = data_of(encoded(events, reply_to(events, finish_reason="length")))
+    assert "".join(event["delta"]["partial_json"] for event in told if event["type"] == "content_block_delta") == cut
+
+
+@pytest.mark.parametrize("broken", ["city=Paris", '["Paris"]', '{"city": "Paris"}}'])
 def test_arguments_that_are_no_object_reach_the_tool_marked_as_such(broken: str) -> None:
     events = (ToolCallStart(0, "c0", "get_weather"), ToolCallDelta(0, broken))
     for message in both(events, finish_reason="length"):

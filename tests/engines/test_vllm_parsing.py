@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Sequence
 from functools import cache
@@ -30,13 +31,15 @@ from gym_capture.calls import (
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.steps import StepSplitter
-from gym_capture.engines.vllm import VllmParser, chat_request, text_of_next
+from gym_capture.engines.vllm import chat_request
+from gym_capture.engines.vllm_parsing import Parsers, VllmParser, text_of_next
 from gym_capture.models import tiny_dir
 from gym_capture.records import as_ids
 
 TOOLS = (
     Tool("f", "", '{"type":"object","properties":{"a":{"type":"integer"}}}'),
     Tool("get_weather", "", '{"type":"object","properties":{"city":{"type":"string"}}}'),
+    Tool("now", "", '{"type":"object","properties":{}}'),
 )
 CALLS = [("f", {"a": 1}), ("get_weather", {"city": 'Zürich } " 😀'})]
 F, WEATHER = (json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False) for name, arguments in CALLS)
@@ -111,8 +114,13 @@ CHOICES: list[ToolChoice] = ["auto", "required", NamedToolChoice("get_weather")]
 
 
 @cache
+def plain_tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(tiny_dir())
+
+
+@cache
 def tokenizer(added_tokens: tuple[str, ...]) -> Any:
-    made = AutoTokenizer.from_pretrained(tiny_dir())
+    made = copy.deepcopy(plain_tokenizer())
     made.add_tokens(list(added_tokens))
     return get_cached_tokenizer(made)  # as the engine has it
 
@@ -156,8 +164,9 @@ def read(
     )
     chat = parser.adjust_request(chat)
     params = chat.to_sampling_params(1_000, {})
-    parser.set_prompt_token_ids(PROMPT_IDS)
-    reader = VllmParser(parser, chat, PROMPT_IDS, StepSplitter(text_of_next(known, PROMPT_IDS, params)))
+    splitter = StepSplitter(text_of_next(known, PROMPT_IDS, params))
+    names = Parsers(form.tool_parser, form.reasoning_parser)
+    reader = VllmParser(parser, names, chat, PROMPT_IDS, splitter, known)
     detokenizer = engine_detokenizer(known, params)
     steps: list[list[ReplyEvent]] = []
     start = 0

@@ -147,7 +147,14 @@ class PacedEngine:
         return self._scripted.template
 
     def generate(
-        self, *, call_id: str, prompt_ids: IdArray, request: ModelRequest, max_tokens: int, stream: bool
+        self,
+        *,
+        call_id: str,
+        prompt_ids: IdArray,
+        request: ModelRequest,
+        max_tokens: int,
+        stream: bool,
+        turn_start: int | None = None,
     ) -> Generation:
         generation = self._scripted.generate(
             call_id=call_id, prompt_ids=prompt_ids, request=request, max_tokens=max_tokens, stream=stream

@@ -1,4 +1,4 @@
-"""What is read off vLLM's outputs; the engine itself runs in the end-to-end tests."""
+"""What is on record of sampling, and what forced calls are sampled under."""
 
 from __future__ import annotations
 
@@ -6,36 +6,19 @@ import json
 from functools import cache
 from typing import Any
 
-import numpy as np
 import pytest
 import xgrammar
 from transformers import AutoTokenizer
 from vllm import SamplingParams
-from vllm.logprobs import Logprob
 from vllm.parser import ParserManager
 from vllm.sampling_params import StructuredOutputsParams
 
 from gym_capture.calls import ModelRequest, NamedToolChoice, ToolChoice
 from gym_capture.conversation import Conversation, Message, Tool
 from gym_capture.dialects import fields
-from gym_capture.engines.vllm import chat_request, constrained, sampled_log_probs
+from gym_capture.engines.vllm import chat_request, constrained
 from gym_capture.engines.vllm_sampling import ALWAYS, AS_A_FACT, IF_SET, NOT_RECORDED, recorded_sampling
 from gym_capture.models import tiny_dir
-
-
-def test_CP_01_the_log_probability_is_that_of_the_sampled_id_not_of_the_first_alternative() -> None:
-    positions = [
-        {512: Logprob(-0.1, rank=1), 880: Logprob(-2.3, rank=2)},
-        {7: Logprob(-0.5, rank=1)},
-    ]
-    found = sampled_log_probs([880, 7], positions)
-    np.testing.assert_array_equal(found, np.float32([-2.3, -0.5]))
-
-
-def test_a_position_too_few_is_an_error_and_not_a_shorter_array() -> None:
-    with pytest.raises(ValueError, match="zip"):
-        sampled_log_probs([880, 7], [{880: Logprob(-2.3)}])
-
 
 # --- what is on record of sampling -------------------------------------------------------------------------------
 

@@ -1,0 +1,296 @@
+"""What stands between a generation and parsers that look for markup everywhere: what is only text looks like text.
+
+Invariant: parsers see every token, with markup changed nowhere but where it is none: inside the JSON strings of a tool
+call, whose end is known, and in thinking, before it has ended. There the characters that begin or end markup are
+veiled: stand-ins for them, which no text has, take their place, and what a parser makes of it is unveiled.
+
+Flow: a piece -> `ThoughtScreen` -> `JsonScreen` -> vLLM's parser -> `unveil`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Final, Literal, NamedTuple
+
+from gym_capture.engines.steps import NO_CHARACTER, Piece
+
+_MARKUP: Final = "<[]{};`"
+"""Characters that formats of tool calls are made of. None has a meaning in a JSON string."""
+_STAND_INS: Final = "".join(chr(0xFDD0 + n) for n in range(len(_MARKUP)))
+"""Noncharacters: they are for use inside a program, and no text has them."""
+_VEIL: Final = str.maketrans(_MARKUP, _STAND_INS)
+_FOREIGN: Final = str.maketrans(dict.fromkeys(_STAND_INS, NO_CHARACTER))
+_VEILED: Final = re.compile(rf"[{_STAND_INS}]|\\ufdd([0-{len(_MARKUP) - 1}])")
+_PART_OF_ESCAPE: Final = re.compile(r"\\(?:u(?:f(?:dd?)?)?)?\Z")
+_WORDS: Final = re.compile(r"\w+|\W")
+_STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
+_SPACE: Final = re.compile(r"\s*")
+_COLON: Final = re.compile(r"\s*:\s*")
+_COMMA: Final = re.compile(r"\s*,?")
+_TAIL: Final = 64
+"""Characters before a bracket that tell whether a call's JSON begins there."""
+
+
+def unveil(text: str) -> str:
+    """`text` with the veiled characters put back; some parsers write them as JSON escapes."""
+
+    def spelled(match: re.Match[str]) -> str:
+        return _MARKUP[int(match[1])] if match[1] else _MARKUP[_STAND_INS.index(match[0])]
+
+    return _VEILED.sub(spelled, text)
+
+
+class Unveiler:
+    """`unveil` for text that comes in parts: a veiled character that is written as an escape may be cut."""
+
+    def __init__(self) -> None:
+        self._held = ""
+
+    def feed(self, text: str) -> str:
+        text = self._held + text
+        part = _PART_OF_ESCAPE.search(text)
+        self._held = "" if part is None else part[0]
+        return unveil(text[: len(text) - len(self._held)])
+
+    def rest(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+
+class ThoughtScreen:
+    """Some parsers take a tool call for the end of thinking, also one that the model only thinks of.
+
+    Whether it does shows at the end of the thought, if that comes: then the call was a part of it. Until then what
+    begins with the call is held back.
+    """
+
+    def __init__(
+        self,
+        *,
+        start: str,
+        end: str,
+        end_id: int | None,
+        before: str,
+        is_call: Callable[[Piece], bool],
+        plain_id: int,
+    ) -> None:
+        """`start`, `end`: what is written around a thought. `end_id`: of the token that is `end`, if one is: engines
+        may leave it out of the text. `before`: the text of the generation prompt. `is_call`: whether a parser would
+        take a piece for a tool call. `plain_id`: of a token that is no markup.
+        """
+        self._is_thinking = True
+        self._start, self._end, self._end_id = start, end, end_id
+        self._is_call = is_call
+        self._plain_id = plain_id
+        self._has_begun = start in before
+        self._text = before[-_TAIL:]
+        self._held: list[Piece] = []
+
+    def is_thinking(self) -> bool:
+        return self._is_thinking
+
+    def feed(self, piece: Piece) -> list[Piece]:
+        if not self._is_thinking:
+            return [piece]
+        self._text = self._text[-_TAIL:] + piece.text
+        if self._end in self._text or self._end_id in piece.token_ids:
+            self._is_thinking = False
+            thought = [Piece([self._plain_id] * len(ids), text.translate(_VEIL)) for ids, text in self._held]
+            self._held = []
+            return [*thought, piece]
+        self._has_begun = self._has_begun or self._start in self._text
+        if self._held or (self._has_begun and self._is_call(piece)):
+            self._held.append(piece)
+            return []
+        if self._is_call(piece):
+            self._is_thinking = False
+        return [piece]
+
+    def rest(self) -> list[Piece]:
+        """What is left at the end of the generation: calls that were meant."""
+        held, self._held = self._held, []
+        self._is_thinking = self._is_thinking and not held
+        return held
+
+
+class JsonFormat(NamedTuple):
+    """How a family of models writes calls in JSON."""
+
+    opens: re.Pattern[str]
+    """Ends where the JSON begins, at a bracket."""
+    content: Literal["calls", "arguments", "other"] = "calls"
+    """calls: an object with name and arguments for each call, alone or in an array. arguments: those of one call."""
+
+
+class JsonScreen:
+    """Knows where the JSON of a tool call is, and where in it a string is.
+
+    A call that does not begin with its name is put in order, since parsers want to say the name first.
+    """
+
+    def __init__(self, form: JsonFormat, *, plain_id: int) -> None:
+        self._form = form
+        self._plain_id = plain_id
+        self.arguments: list[str] = []
+        """Of each call whose JSON has ended, as JSON; empty if it is none."""
+        self._before = ""
+        """What came last outside of JSON."""
+        self._json: list[str] = []
+        """What there is of the JSON that is open."""
+        self._brackets: list[str] = []
+        """Those that are open; none outside of JSON."""
+        self._in_string = self._is_escaped = False
+        self._held: list[Piece] = []
+        """Pieces that wait until it is known whether the call they begin has its name first."""
+        self._call: _Call | None = None
+        self._swaps: list[tuple[int, int, str]] = []
+        """What in the held text is replaced, from the last to the first."""
+
+    def feed(self, piece: Piece) -> list[Piece]:
+        start = sum(len(held.text) for held in self._held)
+        text = "".join(self._read(c, start + n) for n, c in enumerate(piece.text.translate(_FOREIGN)))
+        self._held.append(piece if text == piece.text else Piece([self._plain_id] * len(piece.token_ids), text))
+        return [] if self._call is not None and not self._call.is_in_order else self._released()
+
+    def rest(self) -> list[Piece]:
+        """What is left at the end of the generation. A call that was cut before its name is none."""
+        if self._call is not None and self._call.is_misplaced:
+            text = "".join(piece.text for piece in self._held)
+            self._swaps.insert(0, (self._call.start, len(text), ""))
+        return self._released()
+
+    def _released(self) -> list[Piece]:
+        held, swaps = self._held, self._swaps
+        self._held, self._swaps = [], []
+        if not swaps:
+            return held
+        text = "".join(piece.text for piece in held)
+        for start, end, new in swaps:
+            text = text[:start] + new + text[end:]
+        return [Piece([], word) for word in _WORDS.findall(text)]
+
+    def _read(self, char: str, at: int) -> str:
+        """What stands for the character, which is at position `at` of what is held."""
+        if not self._brackets:
+            self._read_outside(char, at)
+            return char
+        self._json.append(char)
+        if self._in_string:
+            return self._read_string(char)
+        if char == '"':
+            self._in_string = True
+            if self._call is not None and self._call.key is None:
+                self._call = self._call._replace(key="")
+        elif char in "{[":
+            self._open(char, at)
+        elif char in "}]":
+            self._close(char, at)
+        return char
+
+    def _read_outside(self, char: str, at: int) -> None:
+        if char in "{[" and self._form.opens.search(self._before):
+            self._json = [char]
+            self._open(char, at)
+        self._before = self._before[-_TAIL:] + char
+
+    def _read_string(self, char: str) -> str:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+            if self._call is not None and self._call.key is not None and self._call.waits:
+                is_named = self._call.key == "name"
+                self._call = self._call._replace(is_in_order=is_named, is_misplaced=not is_named)
+            return char
+        elif char < " ":
+            self._leave()  # it is no JSON
+            return char
+        if self._call is not None and self._call.key is not None and self._call.waits:
+            self._call = self._call._replace(key=self._call.key + char)
+        return char.translate(_VEIL)
+
+    def _open(self, bracket: str, at: int) -> None:
+        self._brackets.append(bracket)
+        is_call = self._brackets in (["{"], ["[", "{"])
+        if is_call and self._form.content == "calls":
+            self._call = _Call(at, len(self._json) - 1)
+
+    def _close(self, bracket: str, at: int) -> None:
+        if self._brackets.pop() + bracket not in ("{}", "[]"):
+            self._leave()
+            return
+        if self._call is not None and self._brackets in ([], ["["]):
+            self._end_call(self._call, at)
+        if not self._brackets:
+            if self._form.content == "arguments":
+                self.arguments.append("".join(self._json))
+            self._before = bracket
+            self._json = []
+
+    def _end_call(self, call: _Call, at: int) -> None:
+        text = "".join(self._json[call.json_start :])
+        self.arguments.append(_arguments(text))
+        if call.is_misplaced:
+            veiled = _STRING.sub(lambda match: match[0].translate(_VEIL), text)
+            self._swaps.insert(0, (call.start, at + 1, _name_first(veiled)))
+        self._call = None
+
+    def _leave(self) -> None:
+        self._brackets, self._json, self._call = [], [], None
+        self._in_string = self._is_escaped = False
+
+
+class _Call(NamedTuple):
+    start: int
+    """Where it begins in the text that is held."""
+    json_start: int
+    """Where it begins in its JSON."""
+    key: str | None = None
+    """Its first one, as far as it is there."""
+    is_in_order: bool = False
+    is_misplaced: bool = False
+    """It is known not to begin with its name."""
+
+    @property
+    def waits(self) -> bool:
+        return not (self.is_in_order or self.is_misplaced)
+
+
+def _arguments(call: str) -> str:
+    """The arguments of a call, as JSON; empty if it is no call."""
+    try:
+        parsed = json.loads(call)
+    except ValueError:
+        return ""
+    value = parsed.get("arguments", parsed.get("parameters"))
+    return json.dumps({} if value is None else value, ensure_ascii=False)
+
+
+def _name_first(call: str) -> str:
+    """The same object with its name first; the text of all else stays as it is. What is no JSON stays, too."""
+    members: list[tuple[str, str]] = []
+    decoder = json.JSONDecoder()
+    at = 1
+    try:
+        while call[at:].strip() != "}":
+            key, end = decoder.raw_decode(call, _past(_SPACE, call, at))
+            start = _past(_COLON, call, end)
+            _, at = decoder.raw_decode(call, start)
+            members.append((key, call[start:at]))
+            at = _past(_COMMA, call, at)
+    except ValueError:
+        return call
+    members.sort(key=lambda member: member[0] != "name")
+    return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members) + "}"
+
+
+def _past(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where what the pattern matches at `at` ends."""
+    match = pattern.match(text, at)
+    if match is None:
+        raise ValueError("no JSON")
+    return match.end()

@@ -1,0 +1,85 @@
+"""What parsers see of a generation: JSON strings and thoughts without markup, all else as it is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gym_capture.engines.screens import JsonFormat, JsonScreen, Unveiler, unveil
+from gym_capture.engines.steps import Piece
+
+FORM = JsonFormat(re.compile(r"<call>\s*\Z"))
+
+
+def seen(*texts: str, form: JsonFormat = FORM) -> str:
+    screen = JsonScreen(form, plain_id=7)
+    pieces = [piece for n, text in enumerate(texts) for piece in screen.feed(Piece([100 + n], text))]
+    return "".join(piece.text for piece in [*pieces, *screen.rest()])
+
+
+def test_ST_13_strings_are_veiled_and_nothing_else() -> None:
+    text = 'x<y {"a": "<b>"} <call>{"name": "f<", "arguments": {"k": ["]</call>\\"<", 1]}}</call> "<"'
+    veiled = seen(*text)
+    assert unveil(veiled) == text
+    assert veiled.count("<") == 5  # x<y, <b>, <call>, </call> and the last one
+    assert len(veiled) == len(text)
+
+
+def test_a_token_of_markup_in_a_string_is_no_token_of_markup() -> None:
+    screen = JsonScreen(FORM, plain_id=7)
+    texts = ["<call>", '{"name": "f", "arguments": {"k": "', "</call>", '"}}', "</call>"]
+    pieces = [piece for n, text in enumerate(texts) for piece in screen.feed(Piece([100 + n], text))]
+    assert [piece.token_ids for piece in pieces] == [[100], [101], [7], [103], [104]]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '<call>{"name": "f", "arguments": {"k": "never closed\n</call> <call>{}</call>',
+        '<call>{"name": "f", "arguments": [1}</call>',
+        "<call>{]</call>",
+        '{"k": "</call>"}',
+        "<call>f({})</call>",
+    ],
+)
+def test_what_is_no_json_is_not_taken_for_it(text: str) -> None:
+    assert seen(*text) == text
+
+
+@given(st.text('<call>{}[]"\\:, name\nx1`;', max_size=40), st.booleans())
+def test_no_text_is_lost_or_made_up(text: str, at_once: bool) -> None:
+    screen = JsonScreen(JsonFormat(FORM.opens, "other"), plain_id=7)
+    parts = [text] if at_once else list(text)
+    pieces = [piece for part in parts for piece in screen.feed(Piece([1], part))]
+    pieces += screen.rest()
+    assert unveil("".join(piece.text for piece in pieces)) == text
+
+
+def test_a_call_is_put_in_order_and_what_is_around_it_stays() -> None:
+    text = 'a <call>{"arguments": {"name": "no", "k": "</call>"}, "id": 1, "name": "f"}</call> b'
+    ordered = 'a <call>{"name": "f", "arguments": {"name": "no", "k": "</call>"}, "id": 1}</call> b'
+    assert unveil(seen(*text)) == unveil(seen(text)) == ordered
+
+
+def test_a_call_that_was_cut_before_its_name_is_none() -> None:
+    text = 'a <call>{"arguments": {"name": "no"}, "na'
+    assert seen(*text) == seen(text) == "a <call>"
+
+
+def test_arguments_of_calls_that_have_ended_are_known() -> None:
+    screen = JsonScreen(FORM, plain_id=7)
+    screen.feed(Piece([1], '<call>[{"name": "f"}, {"name": "g", "parameters": {"a": "<"}}, {"name": "h"'))
+    assert screen.arguments == ["{}", '{"a": "<"}']
+
+
+def test_noncharacters_of_a_model_are_no_veil() -> None:
+    assert unveil(seen('<call>{"name": "\ufdd0"}')) == '<call>{"name": "\ufffd"}'
+
+
+def test_a_veiled_character_that_comes_as_a_cut_escape_is_unveiled() -> None:
+    unveiler = Unveiler()
+    parts = [unveiler.feed(char) for char in "a\\ufdd0b\\n\\u00e9\\"]
+    assert "".join(parts) + unveiler.rest() == "a<b\\n\\u00e9\\"

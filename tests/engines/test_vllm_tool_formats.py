@@ -1,0 +1,91 @@
+"""Every parser of tool calls that loads: calls come out as they were written, streamed and whole, and never cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.tool_parsers import ToolParserManager
+
+from gym_capture.conversation import AssistantTurn, ToolCall
+from gym_capture.engines.formats import JSON_FORMATS, READ_WHOLE
+from tests.engines.test_vllm_parsing import Format, calls, ids_of, read, tokenizer, turn
+from tests.engines.tool_formats import LAST, NOT_HERE, ONE_CALL, TOOL_FORMATS, Call, to_json
+
+TOKENS = tuple(sorted({token for form in TOOL_FORMATS.values() for token in form.tokens}))
+ODD = 'Zürich } ] ; 😀 "b" \\ c\nd [x](y)'
+CASES: dict[str, list[Call]] = {
+    "two": [("f", {"a": 1}), ("get_weather", {"city": ODD})],
+    "no arguments": [("now", {})],
+    "no arguments, then some": [("now", {}), ("f", {"a": 2})],
+}
+NESTED: list[Call] = [("f", {"name": "x", "a": {"b": "]}</x>`"}, "o": {"name": "g", "arguments": {}}}), ("now", {})]
+
+
+def format_of(parser: str, written: list[Call]) -> Format:
+    return Format(parser, None, TOKENS, TOOL_FORMATS[parser].write(written))
+
+
+def check(parser: str, written: list[Call]) -> None:
+    written = written[:1] if parser in ONE_CALL else written
+    form = format_of(parser, written)
+    ids = ids_of(form, form.text)
+    expected = [(name.removeprefix(LAST), given) for name, given in written]
+    ways = {"whole": (), "token by token": range(1, len(ids)), "two halves": (len(ids) // 2,)}
+    for way, ends in ways.items():
+        made = turn(read(form, ids, ends))
+        assert (calls(made), made.text.strip()) == (expected, ""), way
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+def test_calls_come_out_as_they_were_written(parser: str, case: str) -> None:
+    check(parser, CASES[case])
+
+
+@pytest.mark.parametrize("parser", [name for name, form in TOOL_FORMATS.items() if form.closes is not None])
+def test_ST_13_what_ends_a_call_may_be_spelled_in_its_arguments(parser: str) -> None:
+    closes = TOOL_FORMATS[parser].closes
+    check(parser, [("get_weather", {"city": f"doc: {closes} is the end tag"}), ("f", {"a": 2})])
+    check(parser, NESTED)
+
+
+@pytest.mark.parametrize("parser", [name for name, form in JSON_FORMATS.items() if form.content == "calls"])
+def test_a_name_may_come_behind_the_arguments(parser: str) -> None:
+    check(parser, [(LAST + name, given) for name, given in NESTED])
+
+
+@pytest.mark.parametrize("parser", TOOL_FORMATS)
+def test_ST_13_of_a_reply_that_was_cut_no_call_is_made_up(parser: str) -> None:
+    written: list[Call] = [("get_weather", {"city": "Zürich"}), ("now", {})]
+    form = format_of(parser, written[:1] if parser in ONE_CALL else written)
+    ids = ids_of(form, form.text)
+    for end in range(2, len(ids), 3):
+        made = turn(read(form, ids[:end], finish_reason="length"))
+        assert turn(read(form, ids[:end], range(1, end), finish_reason="length")) == made
+        text = tokenizer(TOKENS).decode(ids[:end])
+        for call, (name, given) in zip(made.tool_calls, written, strict=False):
+            assert call.name == name, text
+            assert begins(call, given), text
+        if parser in READ_WHOLE:
+            assert (made.tool_calls, made.text.rstrip("\ufffd")) == ((), text.rstrip("\ufffd"))
+
+
+def begins(call: ToolCall, given: dict[str, Any]) -> bool:
+    """Whether the call has a beginning of the arguments, and not `{}` where there are some to come."""
+    whole = to_json(given)
+    spellings = (whole, whole.replace(": ", ":"))
+    said = call.arguments.strip()
+    return any(spelling.startswith(said) for spelling in spellings) and (said != "{}" or not given)
+
+
+@pytest.mark.parametrize("ends", [(), None], ids=["whole", "token by token"])
+def test_what_cannot_be_read_stays_text(ends: tuple[int, ...] | None) -> None:
+    """vLLM's reader of this format ends at the first bracket outside of a string."""
+    form = format_of("phi4_mini_json", [("f", {"a": [1, 2]}), ("now", {})])
+    ids = ids_of(form, form.text)
+    assert turn(read(form, ids, range(1, len(ids)) if ends is None else ends)) == AssistantTurn(form.text)
+
+
+def test_every_parser_of_calls_is_tried_or_it_is_said_why_not() -> None:
+    assert set(ToolParserManager.list_registered()) == set(TOOL_FORMATS) | set(NOT_HERE)
