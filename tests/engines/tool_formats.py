@@ -193,6 +193,15 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         "<|action_end|>",
     ),
     "jamba": array("<tool_calls>", "</tool_calls>", "<tool_calls>", "</tool_calls>"),
+    "inkling": each(
+        "",
+        lambda name, given, n: (
+            f"<|message_model|>{name}<|content_invoke_tool_json|>{objects([(name, given)], 'args')[0]}<|end_message|>"
+        ),
+        "",
+        *("<|message_model|>", "<|content_invoke_tool_json|>", "<|end_message|>"),
+        closes="<|end_message|>",
+    ),
     "kimi_k2": each(
         "<|tool_calls_section_begin|>",
         lambda name, given, n: (
@@ -286,11 +295,10 @@ NOT_HERE = {
     "hf": "needs a tokenizer that describes its replies",
     "openai": "reads ids of a vocabulary of its own",
     "gemma4": "XML",
-    "inkling": "channels",
     "k2_horizon": "XML",
     "kimi_k3": "channels",
     "minimax_m3": "XML",
     "muse_glimmer": "channels",
     "step3": "XML",
 }
-"""Parsers without an entry above. Of those that could have one, none has JSON in tags."""
+"""Parsers without an entry above. Those in XML could have one: what ends a value there may end it anywhere."""
