@@ -31,6 +31,11 @@ TRAJECTORY_SCHEMA_VERSION: Final = 1
 
 VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
 
+_HOW_TO_KEEP: Final = (
+    "; steps that handle rows as Python values lose types: use `map_batches` with `batch_format='pyarrow'`, or cast "
+    "the table to `gym_capture.data.schema.SCHEMA`"
+)
+
 _SPAN: Final = pa.struct(
     [("start", pa.int64()), ("end", pa.int64()), ("call_id", pa.string()), ("weight_version", pa.string())]
 )
@@ -161,10 +166,32 @@ def check_schema(schema: pa.Schema) -> None:
         index = schema.get_field_index(field.name)
         if index < 0:
             raise RecordError(f"{lost}the table of trajectories has no column {field.name!r}", field=field.name)
-        if schema.field(index).type != field.type:
+        found = schema.field(index).type
+        if found != field.type and not (text is None and _holds_the_same(found, field.type)):
+            hint = _HOW_TO_KEEP if lost else ""
             raise RecordError(
-                f"{lost}column {field.name!r} must be {field.type}: got {schema.field(index).type}", field=field.name
+                f"{lost}column {field.name!r} must be {field.type}: got {found}{hint}",
+                field=field.name,
             )
+
+
+def _holds_the_same(found: pa.DataType, wanted: pa.DataType) -> bool:
+    """Whether types differ in nothing but what is lost with the metadata: width of offsets, names of elements."""
+    lists, texts = (pa.types.is_list, pa.types.is_large_list), (pa.types.is_string, pa.types.is_large_string)
+    binaries = (pa.types.is_binary, pa.types.is_large_binary)
+    if all(any(is_kind(each) for is_kind in lists) for each in (found, wanted)):
+        return _holds_the_same(found.value_type, wanted.value_type)
+    if pa.types.is_map(found) and pa.types.is_map(wanted):
+        pairs = ((found.key_type, wanted.key_type), (found.item_type, wanted.item_type))
+        return all(_holds_the_same(*pair) for pair in pairs)
+    if pa.types.is_struct(found) and pa.types.is_struct(wanted):
+        names = [[kind.field(i).name for i in range(kind.num_fields)] for kind in (found, wanted)]
+        return names[0] == names[1] and all(
+            _holds_the_same(found.field(i).type, wanted.field(i).type) for i in range(found.num_fields)
+        )
+    if any(all(any(is_kind(each) for is_kind in kinds) for each in (found, wanted)) for kinds in (texts, binaries)):
+        return True
+    return bool(found == wanted)
 
 
 def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
