@@ -8,7 +8,7 @@ from gym_capture.dialects.anthropic import MessagesDialect
 from gym_capture.dialects.base import Dialect
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.responses import ResponsesDialect
-from gym_capture.engines.hf_template import _arguments
+from gym_capture.engines.hf_messages import _arguments
 from gym_capture.errors import InvalidRequestError
 
 MESSAGES = '"messages":[{"role":"user","content":"hi"}]'

@@ -16,8 +16,10 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
+from gym_capture.serving.admission import Admission
 from gym_capture.serving.call import CallService
 from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.live import LiveCalls
 from tests.engines.doctored import DoctoredLlm, engine_over
 from tests.serving.replica import LocalState
 
@@ -145,7 +147,8 @@ def converse(
         sampling_pin={},
         session_cache=4,
     )
-    app = build_gateway(service, model_name="policy", max_model_len=4096, stream_interval_s=0.0)
+    calls = LiveCalls(interval_s=0.0, admission=Admission(running=8, waiting=8))
+    app = build_gateway(service, model_name="policy", max_model_len=4096, calls=calls)
     readings = []
 
     async def run() -> None:
