@@ -36,7 +36,8 @@ from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.completions import CompletionsDialect
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
-from gym_capture.serving.call import CallInFlight, CallService, unknown_model
+from gym_capture.serving.call import CallInFlight
+from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify
 from gym_capture.serving.live import LiveCall, LiveCalls
 from gym_capture.serving.openapi import describe

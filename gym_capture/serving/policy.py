@@ -17,7 +17,7 @@ from gym_capture.engines.base import Engine
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.imports import load
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.config import GraphArgs, Limits
 from gym_capture.serving.draining import ServeReplica, end_in_order
 from gym_capture.serving.gateway import build_gateway

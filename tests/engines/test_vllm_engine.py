@@ -25,7 +25,7 @@ from gym_capture.errors import EngineDeadError, InvalidRequestError
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.records import as_ids
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from tests.engines import engine_holder

@@ -19,7 +19,7 @@ from gym_capture.engines.vllm_outputs import sampled_log_probs
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from tests.engines.doctored import Doctor, DoctoredLlm, engine_over

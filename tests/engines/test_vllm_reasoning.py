@@ -17,7 +17,7 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from tests.engines.doctored import DoctoredLlm, engine_over

@@ -14,7 +14,7 @@ import httpx
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from gym_capture.stores.segments import Disk

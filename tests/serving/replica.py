@@ -19,7 +19,7 @@ from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.admission import Admission
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.state import Begun

@@ -22,7 +22,7 @@ from gym_capture.dialects.chat import ChatDialect
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, saying
 from gym_capture.fingerprint import Fingerprinter
-from gym_capture.serving.call import CallService
+from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.state import StateClient
 from tests.serving.replica import STOP, USER, chat_body, chat_path, listening

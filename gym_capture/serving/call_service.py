@@ -1,0 +1,258 @@
+"""Begins model calls: from a parsed request to an engine that generates.
+
+Invariant: a failure before generation costs no compute, and leaves no open intent behind.
+
+Flow: `CallService.begin` registers the intent and resolves the parent (one round trip), renders or splices the prompt,
+and starts the engine; what becomes of the call then is `CallInFlight`'s concern (`call`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, Final
+
+from gym_capture.calls import ModelRequest
+from gym_capture.conversation import AssistantTurn
+from gym_capture.dialects import fields
+from gym_capture.engines.base import Engine, Generation
+from gym_capture.errors import (
+    ContextLengthError,
+    InvalidRequestError,
+    Overflow,
+    UnknownModelError,
+    UnknownRolloutError,
+)
+from gym_capture.fingerprint import Fingerprint, Fingerprinter
+from gym_capture.protocols import Resolution, Resolved
+from gym_capture.records import (
+    CallIntent,
+    Root,
+    Snapshot,
+    check_rollout_id,
+)
+from gym_capture.serving.call import CallInFlight, CallState, Prompt, Tracked, abandon
+from gym_capture.serving.state import Begun
+from gym_capture.serving.stats import ShardStats
+from gym_capture.splice import Spliced, full_prompt, splice
+from gym_capture.turn_start import turn_start
+
+_SESSION_CHARACTERS: Final = 256 * 2**20
+"""Text of conversations whose fingerprints are kept."""
+_LONGEST_MODEL_NAME: Final = 256
+
+
+class _Sessions:
+    """The last fingerprint of each of the rollouts that called lately, within bounds of number and of text."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._kept: OrderedDict[str, tuple[Fingerprint, int]] = OrderedDict()
+        self._size = 0
+
+    def get(self, rollout_id: str) -> Fingerprint | None:
+        kept = self._kept.get(rollout_id)
+        return None if kept is None else kept[0]
+
+    def keep(self, rollout_id: str, fingerprint: Fingerprint, *, size: int) -> None:
+        """`size`: characters of the conversation, which a fingerprint holds."""
+        self._size += size - self._kept.pop(rollout_id, (fingerprint, 0))[1]
+        self._kept[rollout_id] = (fingerprint, size)
+        while len(self._kept) > self._limit or (self._size > _SESSION_CHARACTERS and len(self._kept) > 1):
+            _, (_, forgotten) = self._kept.popitem(last=False)
+            self._size -= forgotten
+
+
+class CallService:
+    """Runs model calls on one engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        state: CallState | None,
+        fingerprinter: Fingerprinter,
+        prefix_supply: bool,
+        sampling_pin: Mapping[str, Any],
+        session_cache: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._engine = engine
+        self._state = state
+        self._fingerprinter = fingerprinter
+        self._prefix_supply = prefix_supply
+        self._pin = fields.whole_pin(sampling_pin)
+        self._sessions = _Sessions(session_cache)
+        self._clock = clock
+        # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
+        self._renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
+
+    async def begin(
+        self, request: ModelRequest, *, rollout_id: str | None, call_id: str, request_digest: str
+    ) -> CallInFlight:
+        """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
+        self._check(request, rollout_id)
+        self._check_length(request)
+        adapted = self._engine.template.adapt(request.conversation)
+        sampling = {**request.sampling, **self._pin}
+        request = replace(request, conversation=adapted.conversation, sampling=sampling)
+        tracked: Tracked | None = None
+        resolution: Resolution = Root()
+        if rollout_id is not None and self._state is not None:
+            fingerprint = self._fingerprint(rollout_id, request)
+            asked_key, answer_key = fingerprint.latest_answer or ("", "")
+            intent = CallIntent(
+                rollout_id=rollout_id,
+                model_call_id=call_id,
+                created_at=self._clock(),
+                request_digest=request_digest,
+                request_key=fingerprint.request_key,
+                asked_key=asked_key,
+                answer_key=answer_key,
+            )
+            begun = await self._register(self._state, intent, fingerprint)
+            resolution = begun.resolution
+            found_by = (resolution.rule,) if isinstance(resolution, Resolved) and resolution.rule else ()
+            rules = (*fingerprint.normalized, *adapted.rules, *found_by)
+            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry, rules)
+        try:
+            prompt = await self._rendered(request, resolution)
+            generation, max_tokens = self._generate(request, prompt, call_id)
+        except BaseException:
+            if tracked is not None and self._state is not None:
+                await abandon(self._state, tracked.rollout_id, call_id, epoch=tracked.epoch)
+            raise
+        if tracked is not None:
+            self._sessions.keep(tracked.rollout_id, tracked.fingerprint, size=_text_size(request))
+        return CallInFlight(
+            call_id=call_id,
+            request=request,
+            prompt=prompt,
+            generation=generation,
+            max_tokens=max_tokens,
+            engine=self._engine,
+            tracked=tracked,
+            state=self._state,
+            clock=self._clock,
+        )
+
+    async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
+        """How many ids the prompt of this request would have if it were a call now. Raises as `begin` does."""
+        self._check(request, rollout_id)
+        request = replace(request, conversation=self._engine.template.adapt(request.conversation).conversation)
+        resolution: Resolution = Root()
+        if rollout_id is not None and self._state is not None:
+            keys = self._fingerprint(rollout_id, request).turn_keys
+            resolution = await self._state.resolve(rollout_id, keys)
+        return int((await self._rendered(request, resolution)).ids.size)
+
+    def _check(self, request: ModelRequest, rollout_id: str | None) -> None:
+        if len(request.requested_model) > _LONGEST_MODEL_NAME:  # it is in every chunk and in every record
+            raise InvalidRequestError(f"model has more than {_LONGEST_MODEL_NAME} characters", param="model")
+        if rollout_id is not None:
+            check_rollout_id(rollout_id)
+        elif request.requested_model != self._engine.model.name:
+            raise unknown_model(request.requested_model, self._engine.model.name)
+
+    def _check_length(self, request: ModelRequest) -> None:
+        """Raises `ContextLengthError` for what is far too long: rendering it would hold up everybody else's calls."""
+        limit, longest = self._engine.model.max_model_len, self._engine.model.longest_token
+        # A template writes a token or more for each.
+        parts = len(request.conversation.items) + len(request.conversation.tools)
+        if parts > limit:
+            raise ContextLengthError(Overflow(parts, limit, is_at_least=True))
+        size = _text_size(request)
+        # Twice: a tokenizer may normalize characters away.
+        if longest is not None and size > 2 * longest * limit:
+            raise ContextLengthError(Overflow(-(-size // (2 * longest)), limit, is_at_least=True))
+
+    async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        return await asyncio.get_running_loop().run_in_executor(self._renderer, self._opened, request, resolution)
+
+    async def _register(self, state: CallState, intent: CallIntent, fingerprint: Fingerprint) -> Begun:
+        """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
+        registering = asyncio.ensure_future(state.begin(intent, fingerprint.turn_keys, fingerprint.asked_keys))
+        try:
+            return await asyncio.shield(registering)
+        except asyncio.CancelledError:
+            begun = await registering
+            await abandon(state, intent.rollout_id, intent.model_call_id, epoch=begun.epoch)
+            raise
+
+    def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:
+        """The conversation's fingerprint; the rollout's last one saves hashing what has not changed."""
+        return self._fingerprinter.fingerprint(request.conversation, self._sessions.get(rollout_id))
+
+    def _opened(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        prompt = self._prompt(request, resolution)
+        if request.raw_prompt is not None or not self._engine.model.reads_reasoning:
+            return prompt
+        return replace(prompt, turn_start=turn_start(self._engine.template, request.conversation, prompt.ids))
+
+    def _prompt(self, request: ModelRequest, resolution: Resolution) -> Prompt:
+        """The spliced prompt where a parent is proven, else the whole conversation through the template."""
+        template, conversation = self._engine.template, request.conversation
+        if request.raw_prompt is not None:
+            return Prompt(template.encode_plain(request.raw_prompt), Root())
+        not_spliced = None
+        if isinstance(resolution, Resolved):
+            if not self._prefix_supply:
+                not_spliced = "prefix_supply_off"
+            else:
+                spliced = splice(template, conversation, turn=resolution.turn, parent_ids=resolution.cumulative_ids)
+                if isinstance(spliced, Spliced):
+                    return Prompt(spliced.ids, resolution)
+                not_spliced = spliced.reason
+        return Prompt(full_prompt(template, conversation), resolution, not_spliced)
+
+    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> tuple[Generation, int]:
+        limit = self._engine.model.max_model_len
+        room = limit - int(prompt.ids.size)
+        if room < 1:
+            raise ContextLengthError(Overflow(int(prompt.ids.size), limit), call_id=call_id)
+        max_tokens = min(request.max_tokens or room, room)
+        generation = self._engine.generate(
+            call_id=call_id,
+            prompt_ids=prompt.ids,
+            request=request,
+            max_tokens=max_tokens,
+            stream=request.stream,
+            turn_start=prompt.turn_start,
+        )
+        return generation, max_tokens
+
+    async def snapshot(self, rollout_id: str) -> Snapshot:
+        """What is recorded of a rollout. Raises `UnknownRolloutError` if nothing is, or a `StoreError`."""
+        check_rollout_id(rollout_id)
+        snapshot = None if self._state is None else await self._state.freeze(rollout_id)
+        if snapshot is None or snapshot.version == 0:
+            raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
+        return snapshot
+
+    async def stats(self) -> ShardStats | None:
+        """What the state actors count; None if nothing is captured. Raises a `StoreError` if they do not answer."""
+        return None if self._state is None else await self._state.stats()
+
+    async def check_health(self) -> None:
+        """Raises `EngineDeadError`."""
+        await self._engine.check_health()
+
+    async def close(self) -> None:
+        self._renderer.shutdown(wait=False)
+        await self._engine.close()
+
+
+def _text_size(request: ModelRequest) -> int:
+    """Characters of what messages say; what tool calls and definitions add to it is left out."""
+    return len(request.raw_prompt or "") + sum(
+        len(item.text) + (len(item.reasoning) if isinstance(item, AssistantTurn) else 0)
+        for item in request.conversation.items
+    )
+
+
+def unknown_model(asked: str, served: str) -> UnknownModelError:
+    return UnknownModelError(f"the model {asked[:64]!r} does not exist; this graph serves {served!r}")
