@@ -43,7 +43,7 @@ def read_regular(path: str | Path) -> bytes:
     try:
         pieces: list[bytes] = []
         left = os.fstat(fd).st_size
-        # Each read makes room for what it asks for: to ask for a whole file only to find its end costs as much as the file.
+        # A read makes room for all that it asks for: to find the end with a second one as large doubled what it takes.
         while piece := os.read(fd, max(left, _LEAST)):
             pieces.append(piece)
             left -= len(piece)
