@@ -224,6 +224,8 @@ class TokenEntry:
         """The generation limit that the request asked for, wherever it is recorded; None: it asked for none."""
         if self.max_tokens is not None:
             return self.max_tokens
+        if not self.sampling:
+            return None
         limits = [self.sampling.get(name) for name in _LIMITS]
         return min((limit for limit in limits if type(limit) is int), default=None)
 
@@ -234,12 +236,12 @@ class TokenEntry:
     @property
     def prompt_len(self) -> int:
         """Length of the whole prompt, in ids."""
-        return self.prompt_offset + int(self.prompt_token_ids.size)
+        return self.prompt_offset + self.prompt_token_ids.size
 
     @property
     def cum_len(self) -> int:
         """Length of the cumulative ids: whole prompt and generation."""
-        return self.prompt_len + int(self.generation_token_ids.size)
+        return self.prompt_offset + self.prompt_token_ids.size + self.generation_token_ids.size
 
     def cumulative_ids(self) -> IdArray:
         """int32 [cum_len]. Raises `RecordError` on a delta: `expand` it first."""

@@ -51,6 +51,7 @@ _RECORDS: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
 _INTENTS: Final = ".tokens.intents"
 _STATE: Final = ".tokens.state.json"
+_DIGEST_TAG: Final = b"nemo-gym-tokens"
 _DIGESTED: Final = np.dtype(">u8")
 _ID_BYTES: Final = 4
 _TOKEN_FIELDS: Final = frozenset({"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"})
@@ -153,10 +154,10 @@ def gym_digest(ids: IdArray) -> str:
 
 
 def _digest_of(ids: npt.NDArray[np.uint64]) -> str:
-    state = hashlib.sha256(b"nemo-gym-tokens")
-    if ids.size:
-        state.update(struct.pack(">BQ", 1, ids.size))
-        state.update(ids.data)
+    if not ids.size:
+        return hashlib.sha256(_DIGEST_TAG).hexdigest()
+    state = hashlib.sha256(_DIGEST_TAG + struct.pack(">BQ", 1, ids.size))
+    state.update(ids.data)
     return state.hexdigest()
 
 
@@ -268,7 +269,11 @@ def _output_items(header: Header) -> tuple[tuple[Mapping[str, Any], ...], int | 
         carrier = carriers[-1] if carriers else None
     elif not 0 <= carrier < len(items):
         raise _error(header, "token_item_index", f"is outside of the {len(items)} output items: got {carrier}")
-    return tuple({key: item[key] for key in item if key not in _TOKEN_FIELDS} for item in items), carrier
+    kept = [
+        item if _TOKEN_FIELDS.isdisjoint(item) else {key: item[key] for key in item if key not in _TOKEN_FIELDS}
+        for item in items
+    ]
+    return tuple(kept), carrier
 
 
 def _weight_versions(header: Header) -> tuple[WeightSpan, ...]:

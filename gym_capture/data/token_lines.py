@@ -100,7 +100,7 @@ class Record:
 
     @property
     def stored_len(self) -> int:
-        return int(self.prompt_token_ids.size + self.generation_token_ids.size)
+        return self.prompt_token_ids.size + self.generation_token_ids.size
 
 
 class LineReader:
@@ -182,8 +182,8 @@ class LineReader:
         return None
 
     def _note(self, *parts: bytes) -> None:
-        lengths = b",".join([b"%d" % len(part) for part in parts])
-        self._content.update(b"".join((lengths, b":", *parts)))
+        lengths = b"%d," * len(parts) % tuple(map(len, parts))
+        self._content.update(b"".join((lengths, *parts)))
 
 
 def read_strictly(line: bytes) -> Record | RecordProblem | None:
