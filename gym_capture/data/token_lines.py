@@ -183,7 +183,7 @@ class LineReader:
 
     def _note(self, *parts: bytes) -> None:
         lengths = b"%d," * len(parts) % tuple(map(len, parts))
-        self._content.update(b"".join((lengths, *parts)))
+        self._content.update(b"".join((lengths, b":", *parts)))
 
 
 def read_strictly(line: bytes) -> Record | RecordProblem | None:
