@@ -157,7 +157,7 @@ class LineReader:
             header = _header(fields)
             own_text = prompt_text if known is None else _after_comma(prompt_text)
             prompt, generation, log_probs = _arrays_of(own_text, generation_text, log_probs_text)
-        except (ValueError, TypeError, OverflowError):  # what parsers, arrays and the model raise
+        except (ValueError, OverflowError, struct.error):  # what the parsers, the model and arrays raise
             return None
         before = b"" if known is None else b"%d" % known.number
         self._note(rest, before, prompt_text, generation_text, log_probs_text)
@@ -318,21 +318,19 @@ def _after_comma(text: bytes) -> bytes:
 
 
 def _arrays_of(prompt: bytes, generation: bytes, log_probs: bytes) -> tuple[IdArray, IdArray, LogProbArray]:
-    """The insides of three arrays. Raises `ValueError`, `TypeError` or `OverflowError` if they are anything else."""
+    """The insides of three arrays. Raises `ValueError`, `OverflowError` or `struct.error` if they are anything else."""
     if prompt.translate(None, _OF_IDS) or generation.translate(None, _OF_IDS):
         raise ValueError("not ids")
     if log_probs.translate(None, _OF_LOG_PROBS):
         raise ValueError("not numbers")
     # No text has a bracket in it, so they are arrays together if each of them is one.
     prompt_ids, generated_ids, numbers = orjson.loads(b"[[%b],[%b],[%b]]" % (prompt, generation, log_probs))
-    log_prob_bytes = struct.pack(f"{len(numbers)}f", *numbers)
-    return _as_int32(prompt_ids), _as_int32(generated_ids), np.frombuffer(log_prob_bytes, dtype=np.float32)
-
-
-def _as_int32(values: list[Any]) -> IdArray:
-    ids: IdArray = np.frombuffer(array.array("i", values), dtype=np.int32)
-    ids.flags.writeable = False
-    return ids
+    # To pack takes half the time of an array of the standard library, and a third of one of numpy's.
+    return (
+        np.frombuffer(struct.pack(f"{len(prompt_ids)}i", *prompt_ids), dtype=np.int32),
+        np.frombuffer(struct.pack(f"{len(generated_ids)}i", *generated_ids), dtype=np.int32),
+        np.frombuffer(struct.pack(f"{len(numbers)}f", *numbers), dtype=np.float32),
+    )
 
 
 # --- arrays as values ----------------------------------------------------------------------------------------------
