@@ -26,7 +26,7 @@ from typing import Annotated, Any, Final, Literal
 import jiter
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gym_capture.records import IdArray, LogProbArray, RecordProblem
 
@@ -87,6 +87,9 @@ class Header(BaseModel):
     routed_experts: list[Any] | None = None
     sampling_mask: list[Any] | None = None
     turn_key: str | None = None
+
+
+_HEADERS: Final = TypeAdapter(Header)  # takes two thirds of the time of `Header.model_validate`
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +238,7 @@ def problem(reason: str, call_id: str | None, field: str | None, detail: str) ->
 def _header(found: dict[str, Any]) -> Header:
     if found.get("schema_version") is None:
         found.pop("schema_version", None)
-    header = Header.model_validate(found)
+    header = _HEADERS.validate_python(found)
     if header.schema_version > NEWEST_SCHEMA_VERSION:
         raise ValueError("written by a newer version")
     return header
