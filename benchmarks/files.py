@@ -62,7 +62,7 @@ def _whole_prompts(directory: Path) -> bool:
     ours_ms = other_ms = fresh_ms = float("inf")
     gym = _gym_builder()
     # In turns, so that whatever else the machine does falls on both.
-    for _ in range(15):
+    for _ in range(30):
         ours_ms = min(ours_ms, _cpu_ms(lambda: _to_table(directory)))
         if gym is None:
             other_ms = min(other_ms, _cpu_ms(lambda: _plainly(directory)))

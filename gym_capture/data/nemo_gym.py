@@ -349,8 +349,8 @@ def _digest_problems(
         entry, digest = entries[position], digests[position]
         begin, prompt_len, cum_len = entry.prompt_offset, entry.prompt_len, entry.cum_len
         prompt, generation = entry.prompt_token_ids, entry.generation_token_ids
-        repeats = not begin and prompt_len >= there and path_bytes.startswith(id_bytes(prompt)[: _ID_BYTES * there])
-        known = there if repeats else 0
+        # Where the prompt begins with what is there, or ends within it, that is not written again.
+        known = there if not begin and path_bytes.startswith(id_bytes(prompt)[: _ID_BYTES * there]) else 0
         for buffer in (path, path_ids):
             buffer[begin + known : prompt_len] = prompt[known:]
             buffer[prompt_len:cum_len] = generation

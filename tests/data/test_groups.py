@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -132,6 +134,15 @@ def test_a_large_rollout_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch)
         scale="none",
     )
     assert [[summary.rollout_id for summary in some] for some, _ in batches] == [["r1", "r2"], ["r3"], ["r4", "r5"]]
+
+
+def test_a_large_rollout_does_not_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_BATCH_BYTES", 500)
+    with pa.ipc.new_stream(io.BytesIO(), SCHEMA) as writer:
+        spool = groups._Spool(writer, BuildOptions())
+        for name, turns, n_written in (("r1", 1, 0), ("r2", 9, 2), ("r3", 1, 2)):
+            spool.add(groups._rows_of(request(name), partial(snapshot, turns=turns), BuildOptions()))
+            assert len(spool.batches) == n_written
 
 
 def test_rows_that_make_no_table_take_no_other_rollout_with_them() -> None:
