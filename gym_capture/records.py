@@ -38,6 +38,8 @@ _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What APIs call the limit of a generation among the sampling parameters."""
 _ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
+_INT32: Final = np.dtype(np.int32)
+_FLOAT32: Final = np.dtype(np.float32)
 
 
 # --- parents: what is known of where a call continues from, as a value ---------------------------------------
@@ -147,10 +149,8 @@ class TokenEntry:
             raise self._error("model_call_id", "must not be empty")
         prompt = self._ids("prompt_token_ids", self.prompt_token_ids)
         generation = self._ids("generation_token_ids", self.generation_token_ids)
-        object.__setattr__(self, "prompt_token_ids", prompt)
-        object.__setattr__(self, "generation_token_ids", generation)
         log_probs = self._log_probs(self.generation_log_probs)
-        if log_probs.ndim != 1 or log_probs.shape != generation.shape:
+        if log_probs.ndim != 1 or log_probs.size != generation.size:
             raise self._error(
                 "generation_log_probs",
                 f"must align with generation_token_ids: got {log_probs.size}, expected {generation.size}",
@@ -161,7 +161,14 @@ class TokenEntry:
             highest = np.maximum.reduce(log_probs)
             if highest > LOG_PROB_ROUNDING:
                 raise self._error("generation_log_probs", f"must not be above 0: got {highest}")
-        object.__setattr__(self, "generation_log_probs", _frozen(log_probs))
+        # What came as it should is left as it is: to set a field again costs more than to look.
+        if prompt is not self.prompt_token_ids:
+            object.__setattr__(self, "prompt_token_ids", prompt)
+        if generation is not self.generation_token_ids:
+            object.__setattr__(self, "generation_token_ids", generation)
+        log_probs = _frozen(log_probs)
+        if log_probs is not self.generation_log_probs:
+            object.__setattr__(self, "generation_log_probs", log_probs)
         if self.prompt_offset < 0:
             raise self._error("prompt_offset", f"must not be negative: got {self.prompt_offset}")
         if self.prompt_offset:
@@ -172,12 +179,13 @@ class TokenEntry:
                     "prompt_offset",
                     f"must be the parent's cum_len: got {self.prompt_offset}, expected {self.parent.cum_len}",
                 )
-        if self.prompt_len == 0:
+        prompt_len = self.prompt_offset + prompt.size
+        if not prompt_len:
             raise self._error("prompt_token_ids", "missing_prompt_ids: a call has at least one prompt id")
-        if isinstance(self.parent, Continues) and self.prompt_len < self.parent.cum_len:
+        if isinstance(self.parent, Continues) and prompt_len < self.parent.cum_len:
             raise self._error(
                 "prompt_token_ids",
-                f"must be at least as long as the parent's cumulative ids: got {self.prompt_len}, "
+                f"must be at least as long as the parent's cumulative ids: got {prompt_len}, "
                 f"expected >= {self.parent.cum_len}",
             )
         end = 0
@@ -200,7 +208,7 @@ class TokenEntry:
             raise self._error(name, str(error)) from None
 
     def _log_probs(self, value: npt.ArrayLike) -> LogProbArray:
-        if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        if isinstance(value, np.ndarray) and value.dtype == _FLOAT32:
             return value
         try:
             raw = _plain_array(value)
@@ -216,6 +224,8 @@ class TokenEntry:
         """The generation limit that the request asked for, wherever it is recorded; None: it asked for none."""
         if self.max_tokens is not None:
             return self.max_tokens
+        if not self.sampling:
+            return None
         limits = [self.sampling.get(name) for name in _LIMITS]
         return min((limit for limit in limits if type(limit) is int), default=None)
 
@@ -226,12 +236,12 @@ class TokenEntry:
     @property
     def prompt_len(self) -> int:
         """Length of the whole prompt, in ids."""
-        return self.prompt_offset + int(self.prompt_token_ids.size)
+        return self.prompt_offset + self.prompt_token_ids.size
 
     @property
     def cum_len(self) -> int:
         """Length of the cumulative ids: whole prompt and generation."""
-        return self.prompt_len + int(self.generation_token_ids.size)
+        return self.prompt_offset + self.prompt_token_ids.size + self.generation_token_ids.size
 
     def cumulative_ids(self) -> IdArray:
         """int32 [cum_len]. Raises `RecordError` on a delta: `expand` it first."""
@@ -345,8 +355,8 @@ def delivered_by(said: Iterable[bool | None]) -> bool | None:
 
 def as_ids(value: npt.ArrayLike) -> IdArray:
     """A read-only int32 vector. Raises `ValueError` on anything that is not a vector of non-negative int32 values."""
-    raw = _plain_array(value)
-    if raw.dtype == np.int32:
+    raw = value if type(value) is np.ndarray else _plain_array(value)
+    if raw.dtype == _INT32:
         ids = raw
     elif raw.size == 0 and raw.ndim == 1:
         ids = np.zeros(0, dtype=np.int32)
@@ -358,7 +368,7 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
         raise ValueError(f"must be integers: got dtype {raw.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"must be a vector: got shape {ids.shape}")
-    if ids.size and int(ids.min()) < 0:
+    if ids.size and np.minimum.reduce(ids) < 0:
         raise ValueError("must be ids in [0, 2**31)")
     return _frozen(ids)
 

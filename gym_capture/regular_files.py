@@ -42,8 +42,11 @@ def read_regular(path: str | Path) -> bytes:
     fd = open_regular(path)
     try:
         pieces: list[bytes] = []
-        while piece := os.read(fd, max(os.fstat(fd).st_size, _LEAST)):
+        left = os.fstat(fd).st_size
+        # A read makes room for all that it asks for: to find the end with a second one as large doubled what it takes.
+        while piece := os.read(fd, max(left, _LEAST)):
             pieces.append(piece)
+            left -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
     finally:
         os.close(fd)

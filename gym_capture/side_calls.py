@@ -37,6 +37,8 @@ class SideCallRules:
         limit = entry.asked_max_tokens
         if limit is not None and 1 <= limit <= self.probe_max_tokens:
             return True
+        if not self.model_patterns:
+            return False
         asked = entry.requested_model or entry.model
         return any(fnmatchcase(asked, pattern) for pattern in self.model_patterns)
 

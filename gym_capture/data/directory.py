@@ -26,11 +26,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gym_capture.builder import BuildOptions, build
+from gym_capture.data.collector import collector_paused
 from gym_capture.data.groups import RolloutSummary, build_group, summarize
 from gym_capture.data.nemo_gym import read_rollout, rollout_sizes
 from gym_capture.data.report import BuildReport, report
 from gym_capture.data.requests import Request, check_requests, groups_of, split_into_parts
-from gym_capture.data.schema import SCHEMA, Row, rows, to_table
+from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table
 from gym_capture.data.staged_files import staged_files
 from gym_capture.errors import StoreError
 
@@ -41,7 +42,6 @@ _ROLLOUTS_PER_PART: Final = 1_000
 _BYTES_PER_PART: Final = 64 * 2**20
 _REQUESTS_PER_PART: Final = 64
 _ROW_GROUP_BYTES: Final = 8 * 2**20
-_BYTES_PER_ID: Final = 4 + 1 + 4  # its id, its mask and its log probability
 _SUMMARIES_PER_STEP: Final = 64
 
 
@@ -160,17 +160,18 @@ def _write_part(part: _Part, *, source: Path, options: BuildOptions) -> Iterator
             group.add(built_rows)
             yield summary
         for requests in part.groups:
-            for summary, table in build_group(
+            for summaries, table in build_group(
                 requests, partial(read_rollout, source), options=options, scale="population_std"
             ):
                 group.add_table(table)
-                yield summary
+                yield from summaries
         group.write()
 
 
 def _build_one(rollout_id: str, source: Path, options: BuildOptions) -> tuple[RolloutSummary, list[Row]]:
-    snapshot = read_rollout(source, rollout_id)
-    built = build(snapshot, options)
+    with collector_paused():
+        snapshot = read_rollout(source, rollout_id)
+        built = build(snapshot, options)
     request = Request(
         rollout_id=built.rollout_id, group_id=built.rollout_id, reward=None, reward_components=None, failure=None
     )
@@ -188,7 +189,7 @@ class _RowGroup:
         self._nbytes = 0
 
     def add(self, new_rows: list[Row]) -> None:
-        self._make_room(sum(map(_nbytes, new_rows)))
+        self._make_room(sum(map(row_nbytes, new_rows)))
         self._rows += new_rows
 
     def add_table(self, table: pa.Table) -> None:
@@ -205,8 +206,3 @@ class _RowGroup:
         if self._nbytes and self._nbytes + nbytes > _ROW_GROUP_BYTES:
             self.write()
         self._nbytes += nbytes
-
-
-def _nbytes(row: Row) -> int:
-    tensors = [row[name] for name in ("routed_experts", "sampling_mask") if row[name] is not None]
-    return len(row["token_ids"]) * _BYTES_PER_ID + sum(len(tensor["values"]) for tensor in tensors)

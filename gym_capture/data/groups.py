@@ -1,13 +1,16 @@
 """One group of rollouts into rows, one rollout at a time.
 
-Invariant: at most one rollout is in memory, whatever the size of its group; the rows that come out are final - masked
-where they must be, with the advantage that the whole group gives them - and each rollout that was asked for has some.
+Invariant: at most one rollout is in memory, and the rows of one batch, whatever the size of the group; the rows that
+come out are final - masked where they must be, with the advantage that the whole group gives them - and each rollout
+that was asked for has some.
 
-Flow: freeze -> build -> rows without an advantage into a spool (memory up to a limit, then a file of this machine) ->
-once every rollout of the group is known, the advantages -> the rows again out of the spool, rollout by rollout.
+Flow: freeze -> build -> rows without an advantage, in batches of several small rollouts, as to make a table costs as
+much for one as for many -> a spool (memory up to a limit, then a file of this machine) -> once every rollout of the
+group is known, the advantages -> the rows again out of the spool, batch by batch.
 
-A rollout that cannot be built is data, not the end of a job: `_build_one` is the one boundary where whatever its
-records bring about becomes a masked row (`build_failed`).
+A rollout that cannot be built is data, not the end of a job: `_or_unusable` is the one boundary where whatever its
+records bring about becomes a masked row (`build_failed`). One whose rows make no table takes no other with it: then the
+rollouts of its batch go one by one.
 """
 
 from __future__ import annotations
@@ -16,18 +19,22 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+import numpy as np
 import pyarrow as pa
 
 from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data.advantages import Scale, group_advantages
+from gym_capture.data.collector import collector_paused
 from gym_capture.data.requests import Request
-from gym_capture.data.schema import SCHEMA, reward_problems, rows, to_table, with_advantage
-from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.data.schema import SCHEMA, Row, reward_problems, row_nbytes, rows, to_table, with_advantages
+from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
 from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
+_BATCH_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,43 +70,96 @@ def build_group(
     options: BuildOptions,
     scale: Scale,
     on_built: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[RolloutSummary, pa.Table]]:
-    """Each rollout of one group: its summary, and its rows as a table of `SCHEMA`. In the order of `requests`.
+) -> Iterator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
+    """The rollouts of one group, some at a time: their summaries, and their rows as a table of `SCHEMA`.
 
-    `on_built` is called when all of them are built, before the first comes out.
+    In the order of `requests`; a table is of one rollout, or of several that together are small. `on_built` is called
+    when all of them are built, before the first comes out.
     """
-    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as spool:
-        with pa.ipc.new_stream(spool, SCHEMA) as writer:
-            summaries = [_build_one(request, freeze, options, writer) for request in requests]
+    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as file:
+        with pa.ipc.new_stream(file, SCHEMA) as writer:
+            spool = _Spool(writer, options)
+            for request in requests:
+                spool.add(_or_unusable(request, options, partial(_rows_of, request, freeze, options)))
+            spool.write()
         on_built()
         advantages = group_advantages(
             [math.nan if request.reward is None else request.reward for request in requests],
             groups=[request.group_id for request in requests],
-            masked=[summary.masked for summary in summaries],
+            masked=[summary.masked for summaries in spool.batches for summary in summaries],
             scale=scale,
         )
-        spool.seek(0)
-        for summary, batch, advantage in zip(summaries, pa.ipc.open_stream(spool), advantages, strict=True):
-            yield summary, with_advantage(pa.Table.from_batches([batch]), float(advantage))
+        file.seek(0)
+        done = 0
+        for summaries, batch in zip(spool.batches, pa.ipc.open_stream(file), strict=True):
+            n_rows = [max(summary.trajectories, 1) for summary in summaries]
+            of_rows = np.repeat(advantages[done : done + len(summaries)], n_rows)
+            done += len(summaries)
+            yield summaries, with_advantages(pa.Table.from_batches([batch]), of_rows)
 
 
-def _build_one(
-    request: Request,
-    freeze: Callable[[str], Snapshot],
-    options: BuildOptions,
-    writer: pa.ipc.RecordBatchStreamWriter,
-) -> RolloutSummary:
-    """Writes the rows of one rollout, still without an advantage, as one batch."""
+@dataclass(frozen=True, slots=True)
+class _Built:
+    """One rollout, its rows still without an advantage."""
+
+    request: Request
+    summary: RolloutSummary
+    rows: list[Row]
+
+
+class _Spool:
+    """Writes rows to a stream, the rollouts of a batch together."""
+
+    def __init__(self, writer: pa.ipc.RecordBatchStreamWriter, options: BuildOptions) -> None:
+        self.batches: list[tuple[RolloutSummary, ...]] = []
+        """Of what was written: the rollouts of each batch."""
+        self._writer = writer
+        self._options = options
+        self._waiting: list[_Built] = []
+        self._nbytes = 0
+
+    def add(self, built: _Built) -> None:
+        nbytes = sum(map(row_nbytes, built.rows))
+        if self._nbytes + nbytes > _BATCH_BYTES:
+            self.write()
+        self._waiting.append(built)
+        self._nbytes += nbytes
+        if nbytes > _BATCH_BYTES:  # is not to be there while the next one is built
+            self.write()
+
+    def write(self) -> None:
+        """Writes what waits."""
+        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        if not waiting:
+            return
+        try:
+            self._write_batch(waiting, to_table([row for built in waiting for row in built.rows]))
+        except (RecordError, pa.ArrowException, ValueError, TypeError, OverflowError):  # of whose rows?
+            for each in waiting:
+                built = _or_unusable(each.request, self._options, partial(_tabular, each))
+                self._write_batch([built], to_table(built.rows))
+
+    def _write_batch(self, some: Sequence[_Built], table: pa.Table) -> None:
+        (batch,) = table.to_batches()
+        self._writer.write_batch(batch)
+        self.batches.append(tuple(built.summary for built in some))
+
+
+def _or_unusable(request: Request, options: BuildOptions, make: Callable[[], _Built]) -> _Built:
+    """What `make` makes of a rollout, or rows that say why it makes nothing."""
     try:
-        summary, batch = _rows_of(request, freeze(request.rollout_id), options)
+        return make()
     except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        summary, batch = _rows_of(request, unusable(request.rollout_id, "build_failed", detail), options)
-    # Outside: a spool that cannot be written is no fault of the rollout's.
-    writer.write_batch(batch)
-    return summary
+        return _rows_of(request, lambda rollout_id: unusable(rollout_id, "build_failed", detail), options)
+
+
+def _tabular(built: _Built) -> _Built:
+    """The same. Raises whatever its rows bring about when they become a table."""
+    to_table(built.rows)
+    return built
 
 
 def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None = None) -> Snapshot:
@@ -108,22 +168,21 @@ def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None =
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
 
 
-def _rows_of(request: Request, snapshot: Snapshot, options: BuildOptions) -> tuple[RolloutSummary, pa.RecordBatch]:
-    built = build(snapshot, options)
+def _rows_of(request: Request, freeze: Callable[[str], Snapshot], options: BuildOptions) -> _Built:
+    with collector_paused():
+        snapshot = freeze(request.rollout_id)
+        built = build(snapshot, options)
     extra_reasons = list(reward_problems(request.reward))
     if request.failure is not None:
         extra_reasons.append(f"incomplete:{request.failure}")
-    table = to_table(
-        rows(
-            built,
-            group_id=request.group_id,
-            reward=request.reward,
-            reward_components=request.reward_components,
-            extra_mask_reasons=extra_reasons,
-        )
+    built_rows = rows(
+        built,
+        group_id=request.group_id,
+        reward=request.reward,
+        reward_components=request.reward_components,
+        extra_mask_reasons=extra_reasons,
     )
-    (batch,) = table.to_batches()
-    return summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), batch
+    return _Built(request, summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), built_rows)
 
 
 def summarize(

@@ -1,9 +1,10 @@
 """Trajectories of many rollouts, built in parallel on a Ray cluster.
 
-Invariant: no worker has more than one rollout in memory, and the driver has only what was asked for and a summary of
-each rollout. Every rollout asked for gets a row or, if it left no records, is reported as missing. Building the same
-snapshots again gives the same files under the same names, so a part that ran twice - its worker died - is there once.
-A directory holds all parts of a build or none: what a build writes is hidden until everything is written.
+Invariant: no worker has more than one rollout in memory, and the rows of one row group; the driver has only what was
+asked for and a summary of each rollout. Every rollout asked for gets a row or, if it left no records, is reported as
+missing. Building the same snapshots again gives the same files under the same names, so a part that ran twice - its
+worker died - is there once. A directory holds all parts of a build or none: what a build writes is hidden until
+everything is written.
 
 Flow: rollouts -> parts of whole groups -> a task each, with its own `TokenSource`: freeze, build, join the reward,
 compare within the group (`groups.build_group`) -> `build_trajectories` streams the rows, in order, as a Ray dataset;
@@ -220,15 +221,17 @@ class _WrittenPart:
     summaries: list[RolloutSummary]
 
 
-def _written(part: pa.Table, built: Iterator[tuple[RolloutSummary, pa.Table]], location: _Location) -> _WrittenPart:
+def _written(
+    part: pa.Table, built: Iterator[tuple[tuple[RolloutSummary, ...], pa.Table]], location: _Location
+) -> _WrittenPart:
     number = part.column(_PART)[0].as_py()
     name = f"{_part_name(number)}.{uuid.uuid4().hex}"
     summaries: list[RolloutSummary] = []
     with location.writer(name) as writer:
         waiting: list[pa.Table] = []
         waiting_bytes = 0
-        for summary, table in built:
-            summaries.append(summary)
+        for some, table in built:
+            summaries += some
             if waiting and waiting_bytes + table.nbytes > _ROW_GROUP_BYTES:
                 writer.write_table(pa.concat_tables(waiting))
                 waiting, waiting_bytes = [], 0
@@ -240,7 +243,7 @@ def _written(part: pa.Table, built: Iterator[tuple[RolloutSummary, pa.Table]], l
 
 def _built(
     part: pa.Table, source: SourceSpec, options: JobOptions, watch: Any
-) -> Generator[tuple[RolloutSummary, pa.Table]]:
+) -> Generator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
     """Builds a part, with an event loop and a source that stay open from rollout to rollout."""
     post = Post(watch)
     whole = f"part {part.column(_PART)[0].as_py()}"

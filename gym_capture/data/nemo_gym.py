@@ -41,6 +41,7 @@ from gym_capture.records import (
     Unresolved,
     WeightSpan,
     check_rollout_id,
+    id_bytes,
 )
 from gym_capture.regular_files import read_regular
 
@@ -50,7 +51,9 @@ _RECORDS: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
 _INTENTS: Final = ".tokens.intents"
 _STATE: Final = ".tokens.state.json"
+_DIGEST_TAG: Final = b"nemo-gym-tokens"
 _DIGESTED: Final = np.dtype(">u8")
+_ID_BYTES: Final = 4
 _TOKEN_FIELDS: Final = frozenset({"prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts"})
 
 
@@ -102,7 +105,7 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     except InvalidRolloutIdError as error:
         problems.append(problem("invalid_rollout_id", None, "rollout_id", str(error)))
     base = os.path.join(path, rollout_id)  # not a Path: to make one takes as long as to open a file
-    text = _content(f"{base}{_RECORDS}", problems)
+    text = _content(f"{base}{_RECORDS}", problems) or b""
     reader = LineReader(text)
     records: list[Record] = []
     for begin, end in _lines(text):
@@ -151,10 +154,10 @@ def gym_digest(ids: IdArray) -> str:
 
 
 def _digest_of(ids: npt.NDArray[np.uint64]) -> str:
-    state = hashlib.sha256(b"nemo-gym-tokens")
-    if ids.size:
-        state.update(struct.pack(">BQ", 1, ids.size))
-        state.update(ids.data)
+    if not ids.size:
+        return hashlib.sha256(_DIGEST_TAG).hexdigest()
+    state = hashlib.sha256(_DIGEST_TAG + struct.pack(">BQ", 1, ids.size))
+    state.update(ids.data)
     return state.hexdigest()
 
 
@@ -266,7 +269,11 @@ def _output_items(header: Header) -> tuple[tuple[Mapping[str, Any], ...], int | 
         carrier = carriers[-1] if carriers else None
     elif not 0 <= carrier < len(items):
         raise _error(header, "token_item_index", f"is outside of the {len(items)} output items: got {carrier}")
-    return tuple({key: item[key] for key in item if key not in _TOKEN_FIELDS} for item in items), carrier
+    kept = [
+        item if _TOKEN_FIELDS.isdisjoint(item) else {key: item[key] for key in item if key not in _TOKEN_FIELDS}
+        for item in items
+    ]
+    return tuple(kept), carrier
 
 
 def _weight_versions(header: Header) -> tuple[WeightSpan, ...]:
@@ -334,16 +341,19 @@ def _digest_problems(
                 deltas.setdefault(parent, []).append(position)
     wrong: list[int] = []
     longest = max((entry.cum_len for entry in entries), default=0)
-    path, path_ids, there = np.empty(longest, dtype=_DIGESTED), np.empty(longest, dtype=np.int32), 0
+    path, path_bytes, there = np.empty(longest, dtype=_DIGESTED), bytearray(_ID_BYTES * longest), 0
+    path_ids = np.frombuffer(path_bytes, dtype=np.int32)
     pending = [position for position, entry in enumerate(entries) if not entry.is_delta][::-1]
     while pending:
         position = pending.pop()
         entry, digest = entries[position], digests[position]
         begin, prompt_len, cum_len = entry.prompt_offset, entry.prompt_len, entry.cum_len
-        known = there if not begin and np.array_equal(path_ids[:there], entry.prompt_token_ids[:there]) else 0
+        prompt, generation = entry.prompt_token_ids, entry.generation_token_ids
+        # Where the prompt begins with what is there, or ends within it, that is not written again.
+        known = there if not begin and path_bytes.startswith(id_bytes(prompt)[: _ID_BYTES * there]) else 0
         for buffer in (path, path_ids):
-            buffer[begin + known : prompt_len] = entry.prompt_token_ids[known:]
-            buffer[prompt_len:cum_len] = entry.generation_token_ids
+            buffer[begin + known : prompt_len] = prompt[known:]
+            buffer[prompt_len:cum_len] = generation
         there = cum_len
         if digest is not None and _digest_of(path[:cum_len]) != digest:
             wrong.append(position)
@@ -383,23 +393,25 @@ class _State(BaseModel):
     lost_calls: list[_LostCall] = []
 
 
+_NO_STATE: Final = _State()
+
+
 def _state(path: str, problems: list[RecordProblem]) -> _State:
     try:
         return _State.model_validate(strict_json(read_regular(path)))
     except FileNotFoundError:
-        return _State()
+        return _NO_STATE
     except OSError as error:
         problems.append(_unreadable(path, error))
     except ValueError as error:  # what the parsers and the model raise
         problems.append(problem("corrupt_state", None, None, f"{os.path.basename(path)}: {error}"))
-    return _State()
+    return _NO_STATE
 
 
 def _incomplete(base: str, problems: list[RecordProblem], *, marked: bool) -> list[str]:
-    marker = f"{base}{_INCOMPLETE}"
-    lost = _text_lines(marker, problems)
-    reasons = [f"capture_failed:{call_id}" for call_id in lost if call_id]
-    if (marked or os.path.exists(marker)) and not reasons:
+    lost = _text_lines(f"{base}{_INCOMPLETE}", problems)
+    reasons = [f"capture_failed:{call_id}" for call_id in lost or () if call_id]
+    if (marked or lost is not None) and not reasons:
         reasons.append("capture_failed")
     return reasons
 
@@ -407,7 +419,7 @@ def _incomplete(base: str, problems: list[RecordProblem], *, marked: bool) -> li
 def _intents(base: str, problems: list[RecordProblem]) -> dict[str, None]:
     """The calls that were about to run and were not called off, in their order."""
     pending: dict[str, None] = {}
-    for call_id in _text_lines(f"{base}{_INTENTS}", problems):
+    for call_id in _text_lines(f"{base}{_INTENTS}", problems) or ():
         if call_id.startswith("-"):
             pending.pop(call_id[1:], None)
         elif call_id:
@@ -415,8 +427,9 @@ def _intents(base: str, problems: list[RecordProblem]) -> dict[str, None]:
     return pending
 
 
-def _text_lines(path: str, problems: list[RecordProblem]) -> list[str]:
-    return [line.decode(errors="replace").strip() for line in _content(path, problems).split(b"\n")]
+def _text_lines(path: str, problems: list[RecordProblem]) -> list[str] | None:
+    text = _content(path, problems)
+    return None if text is None else [line.decode(errors="replace").strip() for line in text.split(b"\n")]
 
 
 def _lines(text: bytes) -> Iterator[tuple[int, int]]:
@@ -428,12 +441,12 @@ def _lines(text: bytes) -> Iterator[tuple[int, int]]:
         begin = end
 
 
-def _content(path: str, problems: list[RecordProblem]) -> bytes:
-    """What is in a file that may not be there."""
+def _content(path: str, problems: list[RecordProblem]) -> bytes | None:
+    """What is in a file, nothing if it cannot be read; None: it is not there."""
     try:
         return read_regular(path)
     except FileNotFoundError:
-        return b""
+        return None
     except OSError as error:
         problems.append(_unreadable(path, error))
         return b""

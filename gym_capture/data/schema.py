@@ -29,6 +29,8 @@ Row: TypeAlias = dict[str, Any]
 
 TRAJECTORY_SCHEMA_VERSION: Final = 1
 
+_BYTES_PER_ID: Final = 4 + 1 + 4  # its id, its mask and its log probability
+
 VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
 
 _HOW_TO_KEEP: Final = (
@@ -139,11 +141,16 @@ def to_table(table_rows: Sequence[Row]) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=SCHEMA)
 
 
-def with_advantage(table: pa.Table, advantage: float | None) -> pa.Table:
-    """The rows of one rollout with `advantage` on each of them."""
-    field = SCHEMA.field("advantage")
-    values = pa.array([advantage] * table.num_rows, type=field.type)
-    return table.set_column(SCHEMA.get_field_index("advantage"), field, values)
+def row_nbytes(row: Row) -> int:
+    """About the bytes that a row takes up in a table."""
+    tensors = [row[name] for name in ("routed_experts", "sampling_mask") if row[name] is not None]
+    return len(row["token_ids"]) * _BYTES_PER_ID + sum(len(tensor["values"]) for tensor in tensors)
+
+
+def with_advantages(table: pa.Table, advantages: npt.NDArray[np.float64]) -> pa.Table:
+    """The same rows, each with its advantage."""
+    values = pa.array(advantages, type=SCHEMA.field("advantage").type)
+    return table.set_column(SCHEMA.get_field_index("advantage"), SCHEMA.field("advantage"), values)
 
 
 def check_schema(schema: pa.Schema) -> None:

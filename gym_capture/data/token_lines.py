@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import re
+import struct
 from collections import deque
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -25,7 +26,7 @@ from typing import Annotated, Any, Final, Literal
 import jiter
 import numpy as np
 import orjson
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from gym_capture.records import IdArray, LogProbArray, RecordProblem
 
@@ -35,16 +36,14 @@ _PROMPT: Final = "prompt_token_ids"
 _GENERATION: Final = "generation_token_ids"
 _LOG_PROBS: Final = "generation_log_probs"
 
-# Stand in a line for the arrays that are cut out of it.
-_MARKED: Final = tuple(
-    (name, marker, b"%d" % marker)
-    for name, marker in (
-        (_PROMPT, -4611686018427388137),
-        (_GENERATION, -4611686018427388247),
-        (_LOG_PROBS, -4611686018427388333),
-    )
-)
-_MARKERS: Final = {name.encode(): spelled for name, _, spelled in _MARKED}
+# Stand in a line for the arrays that are cut out of it: numbers that begin alike, so that all are counted at once.
+_MARKED: Final = {
+    _PROMPT: -4611686018427388137,
+    _GENERATION: -4611686018427388247,
+    _LOG_PROBS: -4611686018427388333,
+}
+_MARKERS: Final = {name.encode(): b"%d" % marker for name, marker in _MARKED.items()}
+_MARKERS_BEGIN: Final = b"-4611686018427388"
 _ARRAY_BEGINS: Final = re.compile(rb'"(prompt_token_ids|generation_(?:token_ids|log_probs))"[ \t]*:[ \t]*\[')
 _OF_IDS: Final = b"0123456789, "
 _OF_LOG_PROBS: Final = b"0123456789+-.eE, "
@@ -90,6 +89,9 @@ class Header(BaseModel):
     turn_key: str | None = None
 
 
+_HEADERS: Final = TypeAdapter(Header)  # takes two thirds of the time of `Header.model_validate`
+
+
 @dataclass(frozen=True, slots=True)
 class Record:
     """A line that could be read. Whether its parts agree with each other is not yet known."""
@@ -101,7 +103,7 @@ class Record:
 
     @property
     def stored_len(self) -> int:
-        return int(self.prompt_token_ids.size + self.generation_token_ids.size)
+        return self.prompt_token_ids.size + self.generation_token_ids.size
 
 
 class LineReader:
@@ -156,9 +158,9 @@ class LineReader:
             if not _stand_for_fields(rest, fields):
                 return None
             header = _header(fields)
-            generation, log_probs = _ids_of(generation_text), _log_probs_of(log_probs_text)
-            prompt = _ids_of(prompt_text) if known is None else _ids_after(prompt_text)
-        except (ValueError, TypeError, OverflowError):  # what parsers, arrays and the model raise
+            own_text = prompt_text if known is None else _after_comma(prompt_text)
+            prompt, generation, log_probs = _arrays_of(own_text, generation_text, log_probs_text)
+        except (ValueError, OverflowError, struct.error):  # what the parsers, the model and arrays raise
             return None
         before = b"" if known is None else b"%d" % known.number
         self._note(rest, before, prompt_text, generation_text, log_probs_text)
@@ -169,7 +171,7 @@ class LineReader:
         whole = conversation.append(prompt_text, prompt)
         if generation.size:
             # As a prompt that continues the call has it, if that is written like this one.
-            comma = b", " if b", " in prompt_text or b", " in generation_text else b","
+            comma = b", " if b" " in generation_text or b" " in prompt_text else b","
             conversation.append(comma + generation_text, generation)
             self._latest.append(conversation)
         return Record(header, whole, generation, log_probs)
@@ -183,7 +185,7 @@ class LineReader:
         return None
 
     def _note(self, *parts: bytes) -> None:
-        lengths = b",".join([b"%d" % len(part) for part in parts])
+        lengths = b"%d," * len(parts) % tuple(map(len, parts))
         self._content.update(b"".join((lengths, b":", *parts)))
 
 
@@ -236,7 +238,7 @@ def problem(reason: str, call_id: str | None, field: str | None, detail: str) ->
 def _header(found: dict[str, Any]) -> Header:
     if found.get("schema_version") is None:
         found.pop("schema_version", None)
-    header = Header.model_validate(found)
+    header = _HEADERS.validate_python(found)
     if header.schema_version > NEWEST_SCHEMA_VERSION:
         raise ValueError("written by a newer version")
     return header
@@ -287,7 +289,9 @@ class _Conversation:
             grown[:begin] = shared.ids[:begin]
             shared.ids = grown
         shared.ids[begin : self._count] = ids
-        return shared.ids[: self._count]
+        known = shared.ids[: self._count]
+        known.flags.writeable = False
+        return known
 
 
 class _Shared:
@@ -300,30 +304,36 @@ class _Shared:
 
 def _stand_for_fields(rest: bytes, fields: Any) -> bool:
     """Whether each marker stands for a field of the record itself: not in a string, not for a field further inside."""
-    return isinstance(fields, dict) and all(
-        fields.get(name) == marker and rest.count(spelled) == 1 for name, marker, spelled in _MARKED
+    return (
+        isinstance(fields, dict)
+        and fields.get(_PROMPT) == _MARKED[_PROMPT]
+        and fields.get(_GENERATION) == _MARKED[_GENERATION]
+        and fields.get(_LOG_PROBS) == _MARKED[_LOG_PROBS]
+        and rest.count(_MARKERS_BEGIN) == len(_MARKED)
     )
 
 
-def _ids_after(text: bytes) -> IdArray:
-    """The rest of an array, known ids before it: nothing, or a comma and more ids. Raises as `_ids_of`."""
+def _after_comma(text: bytes) -> bytes:
+    """The rest of an array, known ids before it: nothing, or a comma and more ids. Raises `ValueError` if it is not."""
     if text and not text[1:].strip():
         raise ValueError("a comma that nothing follows")
-    return _ids_of(text[1:])
+    return text[1:]
 
 
-def _ids_of(text: bytes) -> IdArray:
-    """The inside of an array of ids. Raises `ValueError`, `TypeError` or `OverflowError` if it is anything else."""
-    if text.translate(None, _OF_IDS):
+def _arrays_of(prompt: bytes, generation: bytes, log_probs: bytes) -> tuple[IdArray, IdArray, LogProbArray]:
+    """The insides of three arrays. Raises `ValueError`, `OverflowError` or `struct.error` if they are anything else."""
+    if prompt.translate(None, _OF_IDS) or generation.translate(None, _OF_IDS):
         raise ValueError("not ids")
-    return np.frombuffer(array.array("i", orjson.loads(b"[%b]" % text)), dtype=np.int32)
-
-
-def _log_probs_of(text: bytes) -> LogProbArray:
-    """The inside of an array of numbers. Raises as `_ids_of`."""
-    if text.translate(None, _OF_LOG_PROBS):
+    if log_probs.translate(None, _OF_LOG_PROBS):
         raise ValueError("not numbers")
-    return _as_float32(orjson.loads(b"[%b]" % text))
+    # No text has a bracket in it, so they are arrays together if each of them is one.
+    prompt_ids, generated_ids, numbers = orjson.loads(b"[[%b],[%b],[%b]]" % (prompt, generation, log_probs))
+    # To pack takes half the time of an array of the standard library, and a third of one of numpy's.
+    return (
+        np.frombuffer(struct.pack(f"{len(prompt_ids)}i", *prompt_ids), dtype=np.int32),
+        np.frombuffer(struct.pack(f"{len(generated_ids)}i", *generated_ids), dtype=np.int32),
+        np.frombuffer(struct.pack(f"{len(numbers)}f", *numbers), dtype=np.float32),
+    )
 
 
 # --- arrays as values ----------------------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -30,8 +33,14 @@ def built(requests: list[Request]) -> tuple[list[RolloutSummary], pa.Table]:
         turns = {"r4": 0, "r3": 1}.get(rollout_id, 2)
         return snapshot(rollout_id, turns=turns)
 
-    pairs = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
-    return [summary for summary, _ in pairs], pa.concat_tables([table for _, table in pairs])
+    return gathered(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+
+
+def gathered(
+    batches: Iterable[tuple[tuple[RolloutSummary, ...], pa.Table]],
+) -> tuple[list[RolloutSummary], pa.Table]:
+    found = list(batches)
+    return [summary for some, _ in found for summary in some], pa.concat_tables([table for _, table in found])
 
 
 def test_BD_16_rollouts_that_crashed_or_left_nothing_are_reported() -> None:
@@ -61,7 +70,7 @@ def test_a_side_call_of_a_rollout_is_in_its_summary() -> None:
         whole = snapshot(rollout_id, turns=2)
         return replace(whole, entries=(*whole.entries[:-1], replace(whole.entries[-1], finish_reason="abort")))
 
-    ((summary, _),) = build_group([request("r1")], freeze, options=BuildOptions(), scale="none")
+    (((summary,), _),) = build_group([request("r1")], freeze, options=BuildOptions(), scale="none")
     assert summary.excluded_tokens == {"aborted": 4}
     assert summary.generated_tokens_captured - summary.generated_tokens_delivered == 4
 
@@ -88,8 +97,12 @@ def test_groups_that_start_from_different_prompts_are_named() -> None:
 
 
 @pytest.mark.parametrize("spool_bytes", [1, 2**20])
-def test_one_rollout_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch, spool_bytes: int) -> None:
+@pytest.mark.parametrize(("batch_bytes", "n_batches"), [(1, 5), (2**20, 1)])
+def test_one_rollout_in_memory_at_a_time(
+    monkeypatch: pytest.MonkeyPatch, spool_bytes: int, batch_bytes: int, n_batches: int
+) -> None:
     monkeypatch.setattr(groups, "_SPOOL_BYTES", spool_bytes)
+    monkeypatch.setattr(groups, "_BATCH_BYTES", batch_bytes)
     made: list[weakref.ref[np.ndarray]] = []
     most = 0
 
@@ -102,8 +115,68 @@ def test_one_rollout_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch, spool_
         return frozen
 
     requests = [request(f"r{i}", float(i)) for i in range(5)]
-    pairs = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    batches = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    summaries, table = gathered(batches)
     assert most == 3
-    assert [summary.rollout_id for summary, _ in pairs] == [f"r{i}" for i in range(5)]
-    assert [table.column("advantage")[0].as_py() for _, table in pairs] == [-2.0, -1.0, 0.0, 1.0, 2.0]
-    assert all(table.schema.equals(SCHEMA, check_metadata=True) for _, table in pairs)
+    assert len(batches) == n_batches
+    assert [summary.rollout_id for summary in summaries] == [f"r{i}" for i in range(5)]
+    assert table.column("advantage").to_pylist() == [-2.0, -1.0, 0.0, 1.0, 2.0]
+    assert all(table.schema.equals(SCHEMA, check_metadata=True) for _, table in batches)
+
+
+def test_a_large_rollout_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = {"r1": 1, "r2": 1, "r3": 9, "r4": 1, "r5": 1}
+    monkeypatch.setattr(groups, "_BATCH_BYTES", 500)
+    batches = build_group(
+        [request(name) for name in turns],
+        lambda rollout_id: snapshot(rollout_id, turns=turns[rollout_id]),
+        options=BuildOptions(),
+        scale="none",
+    )
+    assert [[summary.rollout_id for summary in some] for some, _ in batches] == [["r1", "r2"], ["r3"], ["r4", "r5"]]
+
+
+def test_a_large_rollout_does_not_wait_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "_BATCH_BYTES", 500)
+    with pa.ipc.new_stream(io.BytesIO(), SCHEMA) as writer:
+        spool = groups._Spool(writer, BuildOptions())
+        for name, turns, n_written in (("r1", 1, 0), ("r2", 9, 2), ("r3", 1, 2)):
+            spool.add(groups._rows_of(request(name), partial(snapshot, turns=turns), BuildOptions()))
+            assert len(spool.batches) == n_written
+
+
+def test_rows_that_make_no_table_take_no_other_rollout_with_them() -> None:
+    def freeze(rollout_id: str) -> Snapshot:
+        whole = snapshot(rollout_id, turns=2)
+        if rollout_id != "r2":
+            return whole
+        odd = replace(whole.entries[0], finish_reason=7)  # type: ignore[arg-type]  # a defective source
+        return replace(whole, entries=(odd, *whole.entries[1:]))
+
+    requests = [request("r1", 1.0), request("r2", 5.0), request("r3", 0.0)]
+    summaries, table = gathered(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    assert [summary.rollout_id for summary in summaries] == ["r1", "r2", "r3"]
+    assert [summary.masked for summary in summaries] == [False, True, False]
+    assert summaries[1].details[0].startswith("ArrowTypeError: ")
+    assert table.column("mask_reasons").to_pylist() == [[], ["build_failed", "no_calls"], []]
+    assert table.column("advantage").to_pylist() == [0.5, 0.0, -0.5]
+
+
+def test_the_collector_rests_while_a_rollout_is_made_and_no_longer() -> None:
+    on: list[bool] = []
+
+    def freeze(rollout_id: str) -> Snapshot:
+        on.append(gc.isenabled())
+        if rollout_id == "r2":
+            raise KeyError(rollout_id)
+        return snapshot(rollout_id, turns=1)
+
+    built_ones = build_group([request("r1"), request("r2")], freeze, options=BuildOptions(), scale="none")
+    on += [gc.isenabled() for _ in built_ones]
+    assert on == [False, False, True]
+    gc.disable()
+    try:
+        built([request("r1")])
+        assert not gc.isenabled()  # as it was found
+    finally:
+        gc.enable()

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from gym_capture.data import job
+from gym_capture.data import groups, job
 from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, write_trajectories
 from gym_capture.data.requests import request_table
 from gym_capture.data.schema import SCHEMA, check_schema
@@ -127,6 +127,7 @@ def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
 
 def test_row_groups_stay_small_so_that_readers_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "_ROW_GROUP_BYTES", 1)
+    monkeypatch.setattr(groups, "_BATCH_BYTES", 1)
     part = asked("a-1", "a-2", "a-3", groups=1).append_column("part", pa.array([7, 7, 7]))
     location = job._Location(out="out", uri=tmp_path.as_uri())
     job._write_part(part, source=SOURCE, options=JobOptions(), watch=start_watch(), location=location)

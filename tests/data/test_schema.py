@@ -16,7 +16,7 @@ from hypothesis.extra import numpy as hnp
 
 from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data import schema
-from gym_capture.data.schema import SCHEMA, check_schema, read_tensor, rows, to_table, with_advantage
+from gym_capture.data.schema import SCHEMA, check_schema, read_tensor, rows, to_table, with_advantages
 from gym_capture.errors import RecordError, SchemaVersionError
 from gym_capture.records import Root, Snapshot, TokenEntry
 
@@ -134,10 +134,11 @@ def test_arrays_that_are_not_aligned_are_refused() -> None:
         to_table([row | {"log_probs": row["log_probs"][:-1]}])
 
 
-def test_an_advantage_is_set_on_every_row_of_the_rollout() -> None:
+def test_every_row_gets_its_advantage() -> None:
     table = pa.concat_tables([to_table(rows(built(), group_id="g", reward=1.0))] * 3)
-    assert with_advantage(table, 0.5).column("advantage").to_pylist() == [0.5] * 3
-    assert with_advantage(table, 0.5).schema.equals(SCHEMA, check_metadata=True)
+    found = with_advantages(table, np.array([0.5, -1.0, 0.0]))
+    assert found.column("advantage").to_pylist() == [0.5, -1.0, 0.0]
+    assert found.schema.equals(SCHEMA, check_metadata=True)
 
 
 @given(
