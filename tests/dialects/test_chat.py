@@ -132,6 +132,8 @@ def test_CH_01_a_malformed_tool_call_in_the_history_is_no_error_and_keeps_its_li
     fingerprinter = Fingerprinter()
     recorded = fingerprinter.fingerprint(first.conversation).key_with(generated)
     assert fingerprinter.fingerprint(second.conversation).turn_keys == (recorded,)
+    other = AssistantTurn("", (ToolCall("server-made", "get_weather", broken + "is"),))
+    assert fingerprinter.fingerprint(first.conversation).key_with(other) != recorded
 
 
 def test_CH_03_reasoning_is_read_under_both_of_its_names() -> None:

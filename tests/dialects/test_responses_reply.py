@@ -258,6 +258,9 @@ def test_RS_07_the_events_of_a_text() -> None:
     assert [event["response"]["status"] for event in events[:2]] == ["in_progress", "in_progress"]
     assert [event["response"]["output"] for event in events[:2]] == [[], []]
     assert events[-1]["response"] == whole(parse(), reply_to(TEXT))
+    said = events[-1]["response"]["output"][0]["content"][0]["text"]
+    assert said == "".join(event["delta"] for event in events[4:6])
+    assert (events[6]["text"], events[7]["part"]["text"]) == (said, said)
 
 
 def test_RS_07_the_events_of_reasoning_and_calls() -> None:
@@ -277,6 +280,17 @@ def test_RS_07_the_events_of_reasoning_and_calls() -> None:
     done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
     final = events[-1]["response"]["output"]
     assert done == final
+    for kind in ("added", "done"):
+        places = [event["output_index"] for event in events if event["type"] == f"response.output_item.{kind}"]
+        assert places == list(range(len(final)))
+    within = [event for event in events if "item_id" in event]
+    assert {(event["item_id"], event["output_index"]) for event in within} == {
+        (item["id"], place) for place, item in enumerate(final)
+    }
+    said = {"reasoning_text.done": "text", "function_call_arguments.done": "arguments"}
+    whole_texts = [event[said[kind]] for kind, event in zip(kinds(events), events, strict=True) if kind in said]
+    assert whole_texts == ["hm", '{"city": "Rome"}', "{}", ""]
+    assert {event["content_index"] for event in within if "content_index" in event} == {0}
     same = ("id", "type", "call_id", "name", "namespace")
     assert [[item.get(key) for key in same] for item in added] == [[item.get(key) for key in same] for item in done]
     # A whole reply differs in the whitespace between calls, which is not worth a message.

@@ -225,6 +225,18 @@ def test_AN_11_a_request_for_no_tokens_leaves_no_record(template: HfChatTemplate
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("script", [SAYING, Script(steps=[Step(token_ids=[STOP_ID])])], ids=["text", "nothing to say"])
+def test_ST_11_a_stream_begins_with_the_length_of_its_prompt(template: HfChatTemplate, script: Script) -> None:
+    async def run() -> None:
+        replica = Replica(template, in_order([script]))
+        arguments: dict[str, Any] = {"model": "claude-x", "max_tokens": 9, "messages": [USER]}
+        first, *_ = [event async for event in await sdk(replica).messages.create(**arguments, stream=True)]
+        assert first.type == "message_start"
+        assert first.message.usage.input_tokens == replica.engine.calls[0].prompt_ids.size
+
+    asyncio.run(run())
+
+
 def test_a_stop_sequence_is_named(template: HfChatTemplate) -> None:
     async def run() -> None:
         script = Script(steps=SAYING.steps, stop_reason="END")

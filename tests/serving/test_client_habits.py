@@ -14,6 +14,7 @@ from typing import Any
 
 import anthropic
 import httpx2
+import numpy as np
 import openai
 import pytest
 from anthropic import AsyncAnthropic
@@ -22,7 +23,7 @@ from openai import AsyncOpenAI
 from gym_capture.calls import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.engines.scripted import Script, Step, saying
+from gym_capture.engines.scripted import Script, Step, in_order, saying
 from gym_capture.records import Continues
 from gym_capture.serving import gateway
 from tests.serving.replica import PLAIN, STOP, USER, Replica, always, listening
@@ -195,6 +196,53 @@ def test_anthropic_clients_are_told_by_how_much_a_prompt_is_too_long(template: H
 
 
 # --- what the policy is shown ------------------------------------------------------------------------------------
+
+WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": {"type": "object", "properties": {}}}}
+MORE = {"role": "user", "content": "again"}
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Par', '["Paris"]'], ids=["cut", "no object"])
+def test_CH_01_a_call_that_is_no_object_ends_no_conversation_and_stays_as_it_was_generated(
+    template: HfChatTemplate, arguments: str
+) -> None:
+    async def run() -> None:
+        calling = Step(token_ids=[50, 51], events=[ToolCallStart(0, "c1", "get_weather"), ToolCallDelta(0, arguments)])
+        replica = Replica(template, in_order([Script(steps=[calling]), PLAIN, PLAIN]))
+        first = (await replica.chat(USER, tools=[WEATHER])).json()["choices"][0]["message"]
+        refusal = {"role": "tool", "tool_call_id": first["tool_calls"][0]["id"], "content": "error: bad arguments"}
+        history = [USER, first, refusal, MORE]
+        assert (await replica.chat(*history, tools=[WEATHER])).status_code == 200
+        one, two = await replica.state.entries()
+        assert two.parent == Continues(one.model_call_id, one.cum_len)
+        np.testing.assert_array_equal(two.prompt_token_ids[: one.cum_len], one.cumulative_ids())
+        # Where nothing of it is on record, the template gets the object that it wants.
+        assert (await replica.chat(*history, rollout_id="r2", tools=[WEATHER])).status_code == 200
+        (whole,) = await replica.state.entries("r2")
+        assert '{"name": "get_weather", "arguments": {}}' in template.decode(whole.prompt_token_ids)
+
+    asyncio.run(run())
+
+
+def test_CH_03_reasoning_under_either_of_its_names_is_one_prompt(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        thinking = Script(steps=[Step(token_ids=[50], events=[ReasoningDelta("R"), TextDelta("a")])])
+        replica = Replica(template, always(thinking))
+        spliced, rendered = [], []
+        for name in ("reasoning_content", "reasoning"):
+            history = [USER, {"role": "assistant", "content": "a", name: "R"}, MORE]
+            await replica.chat(USER, rollout_id=name)
+            await replica.chat(*history, rollout_id=name)
+            await replica.chat(*history, rollout_id=f"{name}-alone")
+            one, two = await replica.state.entries(name)
+            assert two.parent == Continues(one.model_call_id, one.cum_len)
+            spliced.append(two.prompt_token_ids.tolist())
+            (whole,) = await replica.state.entries(f"{name}-alone")
+            rendered.append(template.decode(whole.prompt_token_ids))
+        assert spliced[0] == spliced[1]
+        assert rendered[0] == rendered[1]
+        assert "<think>\nR\n</think>\na" in rendered[0]
+
+    asyncio.run(run())
 
 
 def test_AN_14_documents_are_in_the_prompt_and_counted_with_it(template: HfChatTemplate) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import socket
 import struct
@@ -19,6 +20,8 @@ from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, in_order, saying
 from gym_capture.errors import EngineError, StoreUnavailableError
 from gym_capture.records import CallIntent
+from gym_capture.serving import gateway
+from gym_capture.serving.config import GraphArgs
 from gym_capture.serving.state import Begun
 from tests.serving.replica import (
     STOP,
@@ -411,6 +414,12 @@ def test_ST_11_the_first_byte_does_not_wait_for_the_first_token(template: HfChat
             assert json.loads(first.removeprefix("data: "))["choices"][0]["delta"]["role"] == "assistant"
 
     asyncio.run(run())
+
+
+def test_ST_11_no_client_waits_long_for_a_sign_of_life() -> None:
+    assert gateway._FIRST_BYTE_S < 2
+    assert inspect.signature(gateway.build_gateway).parameters["keep_alive_s"].default <= 15
+    assert GraphArgs.model_fields["keep_alive_s"].default <= 15
 
 
 def test_SF_01_many_clients_that_leave_free_the_engine(template: HfChatTemplate) -> None:

@@ -199,10 +199,22 @@ def test_SE_05_strange_headers_are_refused_or_never_repeated(
                     assert "aaaa" not in str(response.headers)
                 else:
                     assert 400 <= response.status_code < 500
+            # Line ends, which a client library would not send.
+            for value in (b"one\ntwo", b"one\rtwo", b"one\r\n two"):
+                reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+                body = json.dumps(chat_body(USER)).encode()
+                path = chat_path("r2").encode()
+                head = b"POST %b HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: %d" % (path, len(body))
+                writer.write(b"%b\r\nx-request-id: %b\r\n\r\n%b" % (head, value, body))
+                answer = await reader.read()  # to the end: the connection is closed
+                writer.close()
+                assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 "))
+                assert b"two" not in answer
 
     with caplog.at_level(logging.DEBUG, logger="gym_capture"):
         asyncio.run(run())
     assert all(len(record.getMessage()) < 1000 for record in caplog.records)
+    assert not any(set("\r\n") & set(record.getMessage()) for record in caplog.records)
 
 
 def httpx_headers(headers: dict[str, Any]) -> dict[bytes, bytes]:

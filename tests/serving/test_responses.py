@@ -280,6 +280,17 @@ def test_log_probs_are_those_of_the_record(template: HfChatTemplate, stream: boo
     asyncio.run(run())
 
 
+def test_RS_09_no_tools_to_choose_from_are_none_on_record(template: HfChatTemplate) -> None:
+    async def run() -> None:
+        replica = Replica(template, always(saying(template, "a", stop_token=STOP)))
+        response = await client_of(replica).responses.create(model="policy", input="q", tools=[], tool_choice="auto")
+        assert response.output_text == "a"
+        (entry,) = await replica.state.entries()
+        assert not entry.has_tools
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_generation_that_was_cut_off_is_incomplete(template: HfChatTemplate, stream: bool) -> None:
     async def run() -> None:
