@@ -23,8 +23,8 @@ _LLAMA: Final = JsonFormat(_after(r"\A", r"<\|python_tag\|>", r"\}\s*;"))
 
 JSON_FORMATS: Final[Mapping[str, JsonFormat]] = {
     "apertus": JsonFormat(_after(r"<\|tools_prefix\|>"), "other"),
-    "deepseek_v3": JsonFormat(_after("```json"), "arguments"),
-    "deepseek_v31": JsonFormat(_after("<｜tool▁sep｜>"), "arguments"),
+    "deepseek_v3": JsonFormat(_after("```json"), "arguments", one_line=True),
+    "deepseek_v31": JsonFormat(_after("<｜tool▁sep｜>"), "arguments", one_line=True),
     "ernie45": _TOOL_CALL,
     "gigachat3": JsonFormat(_after(r"<\|function_call\|>", r"function call<\|role_sep\|>")),
     "granite": JsonFormat(_after(r"<\|tool_call\|>", "<tool_call>")),
@@ -43,7 +43,7 @@ JSON_FORMATS: Final[Mapping[str, JsonFormat]] = {
     "phi4_mini_json": JsonFormat(_after("functools")),
     "plamo3": JsonFormat(_after(r"<\|plamo:msg\|>"), "arguments"),
     "qwen3_json": _TOOL_CALL,
-    "xlam": JsonFormat(_after(r"\A", r"\[TOOL_CALLS\]", "```(?:json)?", "<tool_call>", "</think>")),
+    "xlam": JsonFormat(_after(r"\A", r"\[TOOL_CALLS\]", "```(?:json)?", "<tool_call>", "</think>"), one_line=True),
 }
 """Parsers of tool calls whose arguments are written in JSON."""
 

@@ -22,28 +22,38 @@ _STAND_INS: Final = "".join(chr(0xFDD0 + n) for n in range(len(_MARKUP)))
 """Noncharacters: they are for use inside a program, and no text has them."""
 _VEIL: Final = str.maketrans(_MARKUP, _STAND_INS)
 _FOREIGN: Final = str.maketrans(dict.fromkeys(_STAND_INS, NO_CHARACTER))
-_VEILED: Final = re.compile(rf"[{_STAND_INS}]|\\ufdd([0-{len(_MARKUP) - 1}])")
-_PART_OF_ESCAPE: Final = re.compile(r"\\(?:u(?:f(?:dd?)?)?)?\Z")
+_VEILED: Final = re.compile(f"[{_STAND_INS}]")
+_VEILED_IN_JSON: Final = re.compile(rf"\\\\|[{_STAND_INS}]|\\ufdd([0-{len(_MARKUP) - 1}])")
+"""A backslash that is itself escaped begins no escape."""
+_PART_OF_ESCAPE: Final = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u(?:f(?:dd?)?)?)?)\Z")
 _WORDS: Final = re.compile(r"\w+|\W")
 _STRING: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _SPACE: Final = re.compile(r"\s*")
 _COLON: Final = re.compile(r"\s*:\s*")
 _COMMA: Final = re.compile(r"\s*,?")
+_ARGUMENTS: Final = ("arguments", "parameters")
+_BETWEEN_VALUES: Final = re.compile(r"[\s,:\w.+-]")
 _TAIL: Final = 64
 """Characters before a bracket that tell whether a call's JSON begins there."""
 
 
 def unveil(text: str) -> str:
-    """`text` with the veiled characters put back; some parsers write them as JSON escapes."""
+    """`text` with the veiled characters put back."""
+    return _VEILED.sub(_spelled, text)
 
-    def spelled(match: re.Match[str]) -> str:
-        return _MARKUP[int(match[1])] if match[1] else _MARKUP[_STAND_INS.index(match[0])]
 
-    return _VEILED.sub(spelled, text)
+def _spelled(match: re.Match[str]) -> str:
+    return _MARKUP[_STAND_INS.index(match[0])]
+
+
+def _spelled_in_json(match: re.Match[str]) -> str:
+    if match[1]:
+        return _MARKUP[int(match[1])]
+    return match[0] if match[0].startswith("\\") else _spelled(match)
 
 
 class Unveiler:
-    """`unveil` for text that comes in parts: a veiled character that is written as an escape may be cut."""
+    """`unveil` for JSON that comes in parts: some parsers write veiled characters as escapes, which may be cut."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -51,8 +61,8 @@ class Unveiler:
     def feed(self, text: str) -> str:
         text = self._held + text
         part = _PART_OF_ESCAPE.search(text)
-        self._held = "" if part is None else part[0]
-        return unveil(text[: len(text) - len(self._held)])
+        self._held = "" if part is None else part[1]
+        return _VEILED_IN_JSON.sub(_spelled_in_json, text[: len(text) - len(self._held)])
 
     def rest(self) -> str:
         held, self._held = self._held, ""
@@ -122,19 +132,31 @@ class JsonFormat(NamedTuple):
     """Ends where the JSON begins, at a bracket."""
     content: Literal["calls", "arguments", "other"] = "calls"
     """calls: an object with name and arguments for each call, alone or in an array. arguments: those of one call."""
+    one_line: bool = False
+    """Its parser reads no further than to the end of the line. Between values of JSON a line break is but a space."""
+
+
+class WrittenCall(NamedTuple):
+    """A call whose JSON has ended."""
+
+    name: str | None
+    """None where the name is not in the JSON."""
+    arguments: str
+    """As JSON."""
 
 
 class JsonScreen:
     """Knows where the JSON of a tool call is, and where in it a string is.
 
-    A call that does not begin with its name is put in order, since parsers want to say the name first.
+    A call that does not begin with its name is put in order, since parsers want to say the name first. What stands
+    behind its arguments, such as an id, is left out: parsers take arguments to go on to the end.
     """
 
     def __init__(self, form: JsonFormat, *, plain_id: int) -> None:
         self._form = form
         self._plain_id = plain_id
-        self.arguments: list[str] = []
-        """Of each call whose JSON has ended, as JSON; empty if it is none."""
+        self.calls: list[WrittenCall] = []
+        """Those that are over, in order."""
         self._before = ""
         """What came last outside of JSON."""
         self._json: list[str] = []
@@ -142,6 +164,8 @@ class JsonScreen:
         self._brackets: list[str] = []
         """Those that are open; none outside of JSON."""
         self._in_string = self._is_escaped = False
+        self._string_start = 0
+        """Of the last string, where in the JSON."""
         self._held: list[Piece] = []
         """Pieces that wait until it is known whether the call they begin has its name first."""
         self._call: _Call | None = None
@@ -150,7 +174,9 @@ class JsonScreen:
 
     def feed(self, piece: Piece) -> list[Piece]:
         start = sum(len(held.text) for held in self._held)
-        text = "".join(self._read(c, start + n) for n, c in enumerate(piece.text.translate(_FOREIGN)))
+        text = ""
+        for char in piece.text.translate(_FOREIGN):
+            text += self._read(char, start + len(text))
         self._held.append(piece if text == piece.text else Piece([self._plain_id] * len(piece.token_ids), text))
         return [] if self._call is not None and not self._call.is_in_order else self._released()
 
@@ -177,17 +203,27 @@ class JsonScreen:
             self._read_outside(char, at)
             return char
         self._json.append(char)
+        is_left_out = self._call is not None and self._call.is_over
         if self._in_string:
-            return self._read_string(char)
-        if char == '"':
+            char = self._read_string(char)
+        elif char == '"':
             self._in_string = True
-            if self._call is not None and self._call.key is None:
-                self._call = self._call._replace(key="")
+            self._string_start = len(self._json)
         elif char in "{[":
             self._open(char, at)
         elif char in "}]":
             self._close(char, at)
-        return char
+            is_left_out = is_left_out and self._call is not None
+        elif self._call is not None and len(self._brackets) == self._call.depth:
+            if is_left_out and not _BETWEEN_VALUES.fullmatch(char):
+                self._leave()
+                self._read_outside(char, at)
+                return char
+            if char == ":":
+                self._call = self._call.with_member("".join(self._json[self._string_start : -1]).strip('" \n'))
+        if is_left_out and self._call is not None:
+            return ""
+        return " " if self._form.one_line and char in "\r\n" else char
 
     def _read_outside(self, char: str, at: int) -> None:
         if char in "{[" and self._form.opens.search(self._before):
@@ -202,38 +238,38 @@ class JsonScreen:
             self._is_escaped = True
         elif char == '"':
             self._in_string = False
-            if self._call is not None and self._call.key is not None and self._call.waits:
-                is_named = self._call.key == "name"
-                self._call = self._call._replace(is_in_order=is_named, is_misplaced=not is_named)
             return char
         elif char < " ":
             self._leave()  # it is no JSON
             return char
-        if self._call is not None and self._call.key is not None and self._call.waits:
-            self._call = self._call._replace(key=self._call.key + char)
         return char.translate(_VEIL)
 
     def _open(self, bracket: str, at: int) -> None:
         self._brackets.append(bracket)
         is_call = self._brackets in (["{"], ["[", "{"])
         if is_call and self._form.content == "calls":
-            self._call = _Call(at, len(self._json) - 1)
+            self._call = _Call(at, len(self._json) - 1, len(self._brackets))
 
     def _close(self, bracket: str, at: int) -> None:
         if self._brackets.pop() + bracket not in ("{}", "[]"):
             self._leave()
             return
-        if self._call is not None and self._brackets in ([], ["["]):
+        if self._call is not None and len(self._brackets) < self._call.depth:
             self._end_call(self._call, at)
+        elif self._call is not None and len(self._brackets) == self._call.depth:
+            is_over = self._call.is_in_order and self._call.member in _ARGUMENTS
+            self._call = self._call._replace(is_over=self._call.is_over or is_over)
         if not self._brackets:
             if self._form.content == "arguments":
-                self.arguments.append("".join(self._json))
-            self._before = bracket
+                self.calls.append(WrittenCall(None, "".join(self._json)))
+            self._before = "".join(self._json[-_TAIL:])  # some formats begin with brackets that are no JSON
             self._json = []
 
     def _end_call(self, call: _Call, at: int) -> None:
         text = "".join(self._json[call.json_start :])
-        self.arguments.append(_arguments(text))
+        written = _written_call(text)
+        if written is not None:
+            self.calls.append(written)
         if call.is_misplaced:
             veiled = _STRING.sub(lambda match: match[0].translate(_VEIL), text)
             self._swaps.insert(0, (call.start, at + 1, _name_first(veiled)))
@@ -249,29 +285,36 @@ class _Call(NamedTuple):
     """Where it begins in the text that is held."""
     json_start: int
     """Where it begins in its JSON."""
-    key: str | None = None
-    """Its first one, as far as it is there."""
+    depth: int
+    """How many brackets are open in it, its own included."""
+    member: str | None = None
+    """The key whose value comes, or came last."""
     is_in_order: bool = False
     is_misplaced: bool = False
     """It is known not to begin with its name."""
+    is_over: bool = False
+    """There is nothing more in it that a parser should see."""
 
-    @property
-    def waits(self) -> bool:
-        return not (self.is_in_order or self.is_misplaced)
+    def with_member(self, key: str) -> _Call:
+        if self.member is not None:
+            return self._replace(member=key)
+        return self._replace(member=key, is_in_order=key == "name", is_misplaced=key != "name")
 
 
-def _arguments(call: str) -> str:
-    """The arguments of a call, as JSON; empty if it is no call."""
+def _written_call(call: str) -> WrittenCall | None:
+    """None if it is no call."""
     try:
         parsed = json.loads(call)
     except ValueError:
-        return ""
+        return None
+    if not isinstance(parsed.get("name"), str):
+        return None
     value = parsed.get("arguments", parsed.get("parameters"))
-    return json.dumps({} if value is None else value, ensure_ascii=False)
+    return WrittenCall(parsed["name"], json.dumps({} if value is None else value, ensure_ascii=False))
 
 
 def _name_first(call: str) -> str:
-    """The same object with its name first; the text of all else stays as it is. What is no JSON stays, too."""
+    """The same object with its name first and its arguments last. What is no JSON stays as it is."""
     members: list[tuple[str, str]] = []
     decoder = json.JSONDecoder()
     at = 1
@@ -284,7 +327,7 @@ def _name_first(call: str) -> str:
             at = _past(_COMMA, call, at)
     except ValueError:
         return call
-    members.sort(key=lambda member: member[0] != "name")
+    members.sort(key=lambda member: (member[0] != "name", member[0] in _ARGUMENTS))
     return "{" + ", ".join(f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in members) + "}"
 
 

@@ -233,21 +233,25 @@ class VllmParser:
         if self._calls:
             yield from self._calls[-1].rest()
             yield from self._completed()
-        self._calls.append(_CallSoFar(len(self._calls)))
-        yield ToolCallStart(self._calls[-1].position, call_id or _tool_call_id(), unveil(name))
+        self._calls.append(_CallSoFar(len(self._calls), unveil(name)))
+        yield ToolCallStart(self._calls[-1].position, call_id or _tool_call_id(), self._calls[-1].name)
 
     def _completed(self) -> Iterable[ReplyEvent]:
         """Arguments of the last call, which is over: parsers that look for some say nothing of none."""
         last = self._calls[-1]
-        if self._json is not None and not last.has_arguments and last.position < len(self._json.arguments):
-            yield from last.add(self._json.arguments[last.position])
+        if self._json is None or last.has_arguments or last.position >= len(self._json.calls):
+            return
+        written = self._json.calls[last.position]
+        if written.name in (None, last.name):  # a parser may have passed over one that is none
+            yield from last.add(written.arguments)
 
 
 class _CallSoFar:
     """A call that streams."""
 
-    def __init__(self, position: int) -> None:
+    def __init__(self, position: int, name: str) -> None:
         self.position = position
+        self.name = name
         self.has_arguments = False
         self._unveiler = Unveiler()
 

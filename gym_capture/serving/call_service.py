@@ -143,6 +143,7 @@ class CallService:
     async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
         """How many ids the prompt of this request would have if it were a call now. Raises as `begin` does."""
         self._check(request, rollout_id)
+        self._check_length(request)
         request = replace(request, conversation=self._engine.template.adapt(request.conversation).conversation)
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:

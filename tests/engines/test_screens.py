@@ -60,7 +60,7 @@ def test_no_text_is_lost_or_made_up(text: str, at_once: bool) -> None:
 
 def test_a_call_is_put_in_order_and_what_is_around_it_stays() -> None:
     text = 'a <call>{"arguments": {"name": "no", "k": "</call>"}, "id": 1, "name": "f"}</call> b'
-    ordered = 'a <call>{"name": "f", "arguments": {"name": "no", "k": "</call>"}, "id": 1}</call> b'
+    ordered = 'a <call>{"name": "f", "id": 1, "arguments": {"name": "no", "k": "</call>"}}</call> b'
     assert unveil(seen(*text)) == unveil(seen(text)) == ordered
 
 
@@ -69,10 +69,25 @@ def test_a_call_that_was_cut_before_its_name_is_none() -> None:
     assert seen(*text) == seen(text) == "a <call>"
 
 
-def test_arguments_of_calls_that_have_ended_are_known() -> None:
+def test_calls_that_have_ended_are_known_and_what_is_none_is_not_counted() -> None:
     screen = JsonScreen(FORM, plain_id=7)
-    screen.feed(Piece([1], '<call>[{"name": "f"}, {"name": "g", "parameters": {"a": "<"}}, {"name": "h"'))
-    assert screen.arguments == ["{}", '{"a": "<"}']
+    written = '<call>[{"name": "f"}, {"parameters": {}}, {"name": "g", "parameters": {"a": "<"}}, {"name": "h"'
+    screen.feed(Piece([1], written))
+    assert screen.calls == [("f", "{}"), ("g", '{"a": "<"}')]
+
+
+def test_what_stands_behind_the_arguments_of_a_call_is_left_out() -> None:
+    text = '<call>[{"name": "f", "arguments": {"a": [1]}, "id": "<}", "x": {"y": [1]}}, {"arguments": {}, "name": "g"}]'
+    kept = '<call>[{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]'
+    assert seen(*text) == seen(text) == kept
+    # A call that is not closed leaves out nothing but what is JSON.
+    assert seen(*'<call>{"name": "f", "arguments": {}, </call> b') == '<call>{"name": "f", "arguments": {}</call> b'
+
+
+def test_a_call_for_a_parser_of_lines_is_in_one() -> None:
+    form = JsonFormat(FORM.opens, "arguments", one_line=True)
+    text = '<call>\n{\n"a": "b\\n",\r\n"c": [\n1]}\n</call>'
+    assert seen(*text, form=form) == '<call>\n{ "a": "b\\n",  "c": [ 1]}\n</call>'
 
 
 def test_noncharacters_of_a_model_are_no_veil() -> None:
@@ -83,3 +98,11 @@ def test_a_veiled_character_that_comes_as_a_cut_escape_is_unveiled() -> None:
     unveiler = Unveiler()
     parts = [unveiler.feed(char) for char in "a\\ufdd0b\\n\\u00e9\\"]
     assert "".join(parts) + unveiler.rest() == "a<b\\n\\u00e9\\"
+
+
+def test_a_backslash_before_what_looks_like_a_veil_stays_a_backslash() -> None:
+    text = '"\\\\ufdd0 \\\\\\\\ufdd1"'
+    for parts in ([text], text):
+        unveiler = Unveiler()
+        assert "".join(unveiler.feed(part) for part in parts) + unveiler.rest() == text
+    assert unveil("is \\ufdd0 a character?") == "is \\ufdd0 a character?"

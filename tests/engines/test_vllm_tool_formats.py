@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from vllm.tool_parsers import ToolParserManager
 
 from gym_capture.conversation import AssistantTurn, ToolCall
 from gym_capture.engines.formats import JSON_FORMATS, READ_WHOLE
+from tests.engines import tool_formats
 from tests.engines.test_vllm_parsing import Format, calls, ids_of, read, tokenizer, turn
 from tests.engines.tool_formats import LAST, NOT_HERE, ONE_CALL, TOOL_FORMATS, Call, to_json
 
@@ -53,6 +55,44 @@ def test_ST_13_what_ends_a_call_may_be_spelled_in_its_arguments(parser: str) -> 
 @pytest.mark.parametrize("parser", [name for name, form in JSON_FORMATS.items() if form.content == "calls"])
 def test_a_name_may_come_behind_the_arguments(parser: str) -> None:
     check(parser, [(LAST + name, given) for name, given in NESTED])
+
+
+LINES: list[Call] = [("get_weather", {"city": "a\n b", "days": {"to": "<b>"}}), ("f", {"a": 2})]
+
+
+@pytest.mark.parametrize("parser", JSON_FORMATS)
+def test_ST_13_arguments_may_be_written_over_several_lines(parser: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tool_formats, "to_json", lambda value: json.dumps(value, ensure_ascii=False, indent=1))
+    check(parser, LINES)
+
+
+@pytest.mark.parametrize("parser", [name for name, form in JSON_FORMATS.items() if form.content == "calls"])
+@pytest.mark.parametrize("members", [("name", "arguments", "id"), ("id", "name", "arguments", "type")])
+def test_what_else_a_call_says_is_no_part_of_its_arguments(
+    parser: str, members: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def with_more(value: Any) -> str:
+        if isinstance(value, dict) and "name" in value:
+            more = {"id": "call_1", "type": "function", **value}
+            value = {key: more.get(key, value.get("parameters")) for key in members}
+        return json.dumps(value, ensure_ascii=False)
+
+    monkeypatch.setattr(tool_formats, "to_json", with_more)
+    check(parser, LINES)
+
+
+@pytest.mark.parametrize("parser", ["llama3_json", "granite", "ernie45", "hermes"])
+def test_no_call_gets_the_arguments_of_what_was_none(parser: str) -> None:
+    good, bad = TOOL_FORMATS[parser].write([("now", {})]), TOOL_FORMATS[parser].write([("\0", {"a": 1})])
+    text = {
+        "llama3_json": '{"parameters": {"a": 1}}; {"name": "now"}',
+        "granite": '<|tool_call|>[{"arguments": {"a": 1}}, {"name": "now"}]',
+    }.get(parser, bad.replace('"name": "\\u0000", ', "") + good.replace(', "arguments": {}', ""))
+    form = Format(parser, None, TOKENS, text)
+    ids = ids_of(form, text)
+    for ends in ((), range(1, len(ids))):
+        made = turn(read(form, ids, ends))
+        assert [call.arguments for call in made.tool_calls if call.name == "now"] in (["{}"], [""], [])
 
 
 @pytest.mark.parametrize("parser", TOOL_FORMATS)

@@ -68,6 +68,12 @@ def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
         assert "at least 65 tokens" in response.json()["error"]["message"]
+        counted = await replica.http.post(
+            "/ng-rollout/r1/v1/messages/count_tokens",
+            json={"model": "policy", "messages": [{"role": "user", "content": " " * 1281}]},
+        )
+        assert counted.status_code == 400
+        assert counted.json()["error"]["message"] == "prompt is too long: at least 65 tokens > 63 maximum"
         assert len((await replica.state.snapshot()).entries) == 1
 
     asyncio.run(run())
