@@ -6,7 +6,7 @@ where they must be, with the advantage that the whole group gives them - and eac
 Flow: freeze -> build -> rows without an advantage into a spool (memory up to a limit, then a file of this machine) ->
 once every rollout of the group is known, the advantages -> the rows again out of the spool, rollout by rollout.
 
-A rollout that cannot be built is data, not the end of a job: `_build_one` is the one boundary where whatever its
+A rollout that cannot be built is data, not the end of a job: `built_or_masked` is the one boundary where whatever its
 records bring about becomes a masked row (`build_failed`).
 """
 
@@ -16,7 +16,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import pyarrow as pa
 
@@ -28,6 +28,8 @@ from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
+
+_Built = TypeVar("_Built")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,16 +92,21 @@ def _build_one(
     writer: pa.ipc.RecordBatchStreamWriter,
 ) -> RolloutSummary:
     """Writes the rows of one rollout, still without an advantage, as one batch."""
+    summary, batch = built_or_masked(request.rollout_id, freeze, lambda snapshot: _rows_of(request, snapshot, options))
+    # Outside: a spool that cannot be written is no fault of the rollout's.
+    writer.write_batch(batch)
+    return summary
+
+
+def built_or_masked(rollout_id: str, freeze: Callable[[str], Snapshot], make: Callable[[Snapshot], _Built]) -> _Built:
+    """What `make` makes of a rollout or, if that fails for whatever reason of its own, of one that says so."""
     try:
-        summary, batch = _rows_of(request, freeze(request.rollout_id), options)
+        return make(freeze(rollout_id))
     except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        summary, batch = _rows_of(request, unusable(request.rollout_id, "build_failed", detail), options)
-    # Outside: a spool that cannot be written is no fault of the rollout's.
-    writer.write_batch(batch)
-    return summary
+        return make(unusable(rollout_id, "build_failed", detail))
 
 
 def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None = None) -> Snapshot:
