@@ -1,7 +1,8 @@
 """Opening files that others put into a directory.
 
 Invariant: opening never waits and never reads without end. What is not a regular file - a FIFO that nobody writes to,
-a device, a directory, a link to one of them - is an `OSError` that says what it is, like a file that may not be read.
+a device, a directory, a link to one of them - is an `OSError` that says what it is, like a file that may not be read,
+and one that is larger than the memory.
 """
 
 from __future__ import annotations
@@ -48,6 +49,8 @@ def read_regular(path: str | Path) -> bytes:
             pieces.append(piece)
             left -= len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+    except MemoryError:
+        raise OSError(errno.ENOMEM, "does not fit into memory", str(path)) from None
     finally:
         os.close(fd)
 

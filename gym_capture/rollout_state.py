@@ -296,15 +296,18 @@ class RolloutState:
         if not dangling or not all(self.begun.values()) or not self.committed.keys() <= self.begun.keys():
             return ()
         purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in self.begun.items()}
+        same_body: dict[tuple[bytes, bytes], list[str]] = {}
+        answering: dict[bytes, list[str]] = {}
+        for call_id, purpose in purposes.items():
+            same_body.setdefault((purpose.body, purpose.request), []).append(call_id)
+            answering.setdefault(purpose.asked, []).append(call_id)
         lost: list[LostCall] = []
         for call_id in sorted(dangling):
             mine = purposes[call_id]
             if mine.request != _NO_KEY:
-                others = [(other, theirs) for other, theirs in purposes.items() if other != call_id]
-                retries = {
-                    other for other, theirs in others if (theirs.body, theirs.request) == (mine.body, mine.request)
-                }
-                answers = {theirs.answer.hex() for _, theirs in others if theirs.asked == mine.request}
+                retries = {other for other in same_body[mine.body, mine.request] if other != call_id}
+                after = answering.get(mine.request, ())
+                answers = {purposes[other].answer.hex() for other in after if other != call_id}
                 lost.append(
                     LostCall(model_call_id=call_id, retries=tuple(sorted(retries)), answers=tuple(sorted(answers)))
                 )

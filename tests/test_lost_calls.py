@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gym_capture import rollout_state
 from gym_capture.builder import ExcludedCall, build
 from gym_capture.codec import decode_intent, decode_snapshot, encode_intent, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
@@ -158,6 +159,30 @@ def test_the_order_of_events_changes_nothing(intents: list[CallIntent], random: 
         LostCall(model_call_id="lost", retries=("a",), answers=(key("said a"),)),
         LostCall(model_call_id="lost-2", retries=("b",), answers=()),
     )
+
+
+def test_what_lost_calls_were_for_is_found_without_comparing_all_with_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A state actor does this between calls: thousands of calls whose clients went on without an answer."""
+    compared = 0
+
+    class Counted(bytes):
+        __hash__ = bytes.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return bytes.__eq__(self, other)
+
+    state = RolloutState("r1", 1)
+    for number in range(500):
+        state.apply(Begun(1, intent(f"c{number}", f"{number}", after=(f"{number - 1}", "said"))))
+    unpack = rollout_state._Purpose.unpack
+    monkeypatch.setattr(
+        rollout_state._Purpose, "unpack", lambda packed: rollout_state._Purpose(*map(Counted, unpack(packed)))
+    )
+    lost = state.freeze().lost_calls
+    assert [len(each.answers) for each in lost].count(1) == 499
+    assert compared < 20 * 500
 
 
 @dataclass

@@ -14,6 +14,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -27,13 +28,14 @@ import pyarrow.parquet as pq
 
 from gym_capture.builder import BuildOptions, build
 from gym_capture.data.collector import collector_paused
-from gym_capture.data.groups import RolloutSummary, build_group, summarize
-from gym_capture.data.nemo_gym import read_rollout, rollout_sizes
+from gym_capture.data.groups import RolloutSummary, build_group, built_or_masked, summarize
+from gym_capture.data.nemo_gym import read_rollout, rollout_sizes, shown_id
 from gym_capture.data.report import BuildReport, report
 from gym_capture.data.requests import Request, check_requests, groups_of, split_into_parts
 from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table
 from gym_capture.data.staged_files import staged_files
 from gym_capture.errors import StoreError
+from gym_capture.records import Snapshot
 
 REPORT_FILE: Final = "_report.json"
 
@@ -128,7 +130,7 @@ def _run(
         return
     before = set(multiprocessing.active_children())
     context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(min(workers, len(parts)), mp_context=context, initializer=_leave_interrupts_to_parent)
+    pool = ProcessPoolExecutor(min(workers, len(parts)), mp_context=context, initializer=_begin_worker)
     try:
         yield from pool.map(partial(_all_of, write), parts)
     except BrokenProcessPool:
@@ -142,9 +144,18 @@ def _run(
         pool.shutdown(cancel_futures=True)
 
 
-def _leave_interrupts_to_parent() -> None:
+def _begin_worker() -> None:
     """A terminal interrupts the whole process group; only the parent has something to say of it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed tells nobody, and a worker would wait for its next part for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _all_of(write: Callable[[_Part], Iterator[RolloutSummary]], part: _Part) -> list[RolloutSummary]:
@@ -169,14 +180,19 @@ def _write_part(part: _Part, *, source: Path, options: BuildOptions) -> Iterator
 
 
 def _build_one(rollout_id: str, source: Path, options: BuildOptions) -> tuple[RolloutSummary, list[Row]]:
-    with collector_paused():
-        snapshot = read_rollout(source, rollout_id)
+    def make(snapshot: Snapshot) -> tuple[RolloutSummary, list[Row]]:
         built = build(snapshot, options)
-    request = Request(
-        rollout_id=built.rollout_id, group_id=built.rollout_id, reward=None, reward_components=None, failure=None
-    )
-    summary = summarize(request, snapshot, built, built.mask_reasons)
-    return summary, rows(built, group_id=request.group_id, reward=None)
+        request = Request(
+            rollout_id=built.rollout_id, group_id=built.rollout_id, reward=None, reward_components=None, failure=None
+        )
+        summary = summarize(request, snapshot, built, built.mask_reasons)
+        return summary, rows(built, group_id=request.group_id, reward=None)
+
+    def read_and_make() -> tuple[RolloutSummary, list[Row]]:
+        with collector_paused():
+            return make(read_rollout(source, rollout_id))
+
+    return built_or_masked(shown_id(rollout_id), read_and_make, make)
 
 
 class _RowGroup:

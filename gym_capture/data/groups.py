@@ -8,7 +8,7 @@ Flow: freeze -> build -> rows without an advantage, in batches of several small 
 much for one as for many -> a spool (memory up to a limit, then a file of this machine) -> once every rollout of the
 group is known, the advantages -> the rows again out of the spool, batch by batch.
 
-A rollout that cannot be built is data, not the end of a job: `_or_unusable` is the one boundary where whatever its
+A rollout that cannot be built is data, not the end of a job: `built_or_masked` is the one boundary where whatever its
 records bring about becomes a masked row (`build_failed`). One whose rows make no table takes no other with it: then the
 rollouts of its batch go one by one.
 """
@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -35,6 +35,8 @@ from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
 _BATCH_BYTES: Final = 2**20
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +82,10 @@ def build_group(
         with pa.ipc.new_stream(file, SCHEMA) as writer:
             spool = _Spool(writer, options)
             for request in requests:
-                spool.add(_or_unusable(request, options, partial(_rows_of, request, freeze, options)))
+                instead = partial(_rows_of, request, options)
+                spool.add(
+                    built_or_masked(request.rollout_id, partial(_built, instead, freeze, request.rollout_id), instead)
+                )
             spool.write()
         on_built()
         advantages = group_advantages(
@@ -136,7 +141,8 @@ class _Spool:
             self._write_batch(waiting, to_table([row for built in waiting for row in built.rows]))
         except (RecordError, pa.ArrowException, ValueError, TypeError, OverflowError):  # of whose rows?
             for each in waiting:
-                built = _or_unusable(each.request, self._options, partial(_tabular, each))
+                instead = partial(_rows_of, each.request, self._options)
+                built = built_or_masked(each.request.rollout_id, partial(_tabular, each), instead)
                 self._write_batch([built], to_table(built.rows))
 
     def _write_batch(self, some: Sequence[_Built], table: pa.Table) -> None:
@@ -145,15 +151,15 @@ class _Spool:
         self.batches.append(tuple(built.summary for built in some))
 
 
-def _or_unusable(request: Request, options: BuildOptions, make: Callable[[], _Built]) -> _Built:
-    """What `make` makes of a rollout, or rows that say why it makes nothing."""
+def built_or_masked(rollout_id: str, make: Callable[[], _Made], instead: Callable[[Snapshot], _Made]) -> _Made:
+    """What `make` makes of a rollout or, if the rollout is why that fails, `instead` of one that says so."""
     try:
         return make()
     except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        return _rows_of(request, lambda rollout_id: unusable(rollout_id, "build_failed", detail), options)
+        return instead(unusable(rollout_id, "build_failed", detail))
 
 
 def _tabular(built: _Built) -> _Built:
@@ -168,10 +174,13 @@ def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None =
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
 
 
-def _rows_of(request: Request, freeze: Callable[[str], Snapshot], options: BuildOptions) -> _Built:
+def _built(make: Callable[[Snapshot], _Built], freeze: Callable[[str], Snapshot], rollout_id: str) -> _Built:
     with collector_paused():
-        snapshot = freeze(request.rollout_id)
-        built = build(snapshot, options)
+        return make(freeze(rollout_id))
+
+
+def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Built:
+    built = build(snapshot, options)
     extra_reasons = list(reward_problems(request.reward))
     if request.failure is not None:
         extra_reasons.append(f"incomplete:{request.failure}")

@@ -45,7 +45,15 @@ from gym_capture.records import (
 )
 from gym_capture.regular_files import read_regular
 
-__all__ = ["NEWEST_SCHEMA_VERSION", "gym_digest", "read_directory", "read_rollout", "rollout_ids", "rollout_sizes"]
+__all__ = [
+    "NEWEST_SCHEMA_VERSION",
+    "gym_digest",
+    "read_directory",
+    "read_rollout",
+    "rollout_ids",
+    "rollout_sizes",
+    "shown_id",
+]
 
 _RECORDS: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
@@ -135,7 +143,7 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     incomplete += [f"dangling_intent:{call_id}" for call_id in intents if call_id not in called]
     content = hashlib.sha256("\n".join([reader.content(), *incomplete]).encode())
     return Snapshot(
-        rollout_id=os.fsencode(rollout_id).decode(errors="replace"),  # a file may be called anything
+        rollout_id=shown_id(rollout_id),
         snapshot_id=state.snapshot_id or content.hexdigest(),
         version=state.version,
         entries=tuple(entries),
@@ -146,6 +154,11 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
             for lost in state.lost_calls
         ),
     )
+
+
+def shown_id(rollout_id: str) -> str:
+    """A file may be called anything; what it is called by here can be written as text."""
+    return os.fsencode(rollout_id).decode(errors="replace")
 
 
 def gym_digest(ids: IdArray) -> str:
@@ -339,13 +352,17 @@ def _digest_problems(
             parent = first[entry.parent.call_id]
             if entries[parent].cum_len == entry.prompt_offset:
                 deltas.setdefault(parent, []).append(position)
-    wrong: list[int] = []
-    longest = max((entry.cum_len for entry in entries), default=0)
-    path, path_bytes, there = np.empty(longest, dtype=_DIGESTED), bytearray(_ID_BYTES * longest), 0
-    path_ids = np.frombuffer(path_bytes, dtype=np.int32)
+    order: list[int] = []
     pending = [position for position, entry in enumerate(entries) if not entry.is_delta][::-1]
     while pending:
-        position = pending.pop()
+        order.append(pending.pop())
+        pending += deltas.get(order[-1], ())
+    wrong: list[int] = []
+    # Of those that are reached: how long a delta says that the path before it is, nobody has shown.
+    longest = max((entries[position].cum_len for position in order), default=0)
+    path, path_bytes, there = np.empty(longest, dtype=_DIGESTED), bytearray(_ID_BYTES * longest), 0
+    path_ids = np.frombuffer(path_bytes, dtype=np.int32)
+    for position in order:
         entry, digest = entries[position], digests[position]
         begin, prompt_len, cum_len = entry.prompt_offset, entry.prompt_len, entry.cum_len
         prompt, generation = entry.prompt_token_ids, entry.generation_token_ids
@@ -357,7 +374,6 @@ def _digest_problems(
         there = cum_len
         if digest is not None and _digest_of(path[:cum_len]) != digest:
             wrong.append(position)
-        pending += deltas.get(position, ())
     return [
         problem(
             "digest_mismatch",

@@ -164,7 +164,8 @@ class LineReader:
             return None
         before = b"" if known is None else b"%d" % known.number
         self._note(rest, before, prompt_text, generation_text, log_probs_text)
-        if known is None and (header.prompt_is_delta or not generation.size):  # nothing to share
+        # Nothing to share. Without ids in the prompt the text would begin with the comma before the generation.
+        if known is None and (header.prompt_is_delta or not generation.size or not prompt.size):
             return Record(header, prompt, generation, log_probs)
         conversation = _Conversation.begun(self._count) if known is None else known.branch(self._count)
         self._count += 1

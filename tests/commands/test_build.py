@@ -19,8 +19,10 @@ from gym_capture import cli
 from gym_capture.builder import BuildOptions
 from gym_capture.data import directory
 from gym_capture.data.directory import build_directory
+from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.requests import read_requests
 from gym_capture.data.schema import SCHEMA, check_schema
+from gym_capture.records import Snapshot
 
 
 def line(call_id: str, prompt: list[int], generation: list[int], *, rollout_id: str, **fields: Any) -> dict[str, Any]:
@@ -295,6 +297,26 @@ def test_a_fifo_among_the_captures_is_a_masked_row(captures: Path, tmp_path: Pat
         "r2": [],
         "x": ["no_calls", "unreadable"],
     }
+
+
+@pytest.mark.parametrize("with_requests", [False, True])
+def test_a_rollout_whose_build_fails_is_a_masked_row(
+    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_requests: bool
+) -> None:
+    def fail_on_r1(path: Path, rollout_id: str) -> Snapshot:
+        if rollout_id == "r1":
+            raise MemoryError("too much")
+        return read_rollout(path, rollout_id)
+
+    monkeypatch.setattr(directory, "read_rollout", fail_on_r1)
+    (tmp_path / "rollouts.jsonl").write_text(
+        "".join(json.dumps({"rollout_id": each, "group_id": "g", "reward": 1.0}) + "\n" for each in ("r1", "r2"))
+    )
+    arguments = ["--rollouts", tmp_path / "rollouts.jsonl"] if with_requests else []
+    assert gym_capture("build", captures, "--out", tmp_path / "out", *arguments) == 0
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert {row["rollout_id"]: row["mask_reasons"] for row in rows} == {"r1": ["build_failed", "no_calls"], "r2": []}
+    assert json.loads((tmp_path / "out" / "_report.json").read_text())["details"] == {"r1": ["MemoryError: too much"]}
 
 
 def test_options_reach_the_build(captures: Path, tmp_path: Path) -> None:

@@ -327,6 +327,12 @@ def test_a_delta_that_begins_elsewhere_masks(tmp_path: Path) -> None:
     assert build(read_rollout(tmp_path, "r1")).mask_reasons == ("parent_mismatch:b:parent.cum_len",)
 
 
+@pytest.mark.parametrize("cum_len", [10**12, 2**63 - 1])
+def test_a_delta_that_claims_a_path_beyond_all_memory_masks(tmp_path: Path, cum_len: int) -> None:
+    write(tmp_path, A, B_DELTA | {"cum_len": cum_len})
+    assert build(read_rollout(tmp_path, "r1")).mask_reasons == ("parent_mismatch:b:parent.cum_len",)
+
+
 def test_parents_that_are_absent_or_go_in_circles_mask(tmp_path: Path) -> None:
     write(tmp_path, B)
     assert "absent_parent:b:parent.call_id" in build(read_rollout(tmp_path, "r1")).mask_reasons
@@ -479,6 +485,15 @@ def test_a_file_that_may_not_be_read_masks_its_rollout(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "open", refused)
     snapshot = read_rollout(tmp_path, "r1")
     assert [problem.detail for problem in snapshot.problems] == ["r1.tokens.jsonl: Permission denied"]
+    assert names(snapshot) == [("unreadable", None, None)]
+
+
+def test_a_file_that_is_larger_than_memory_masks_its_rollout(tmp_path: Path) -> None:
+    write(tmp_path, A)
+    with (tmp_path / "r1.tokens.jsonl").open("ab") as file:
+        file.truncate(2**43)  # of nothing: it takes no room
+    snapshot = read_rollout(tmp_path, "r1")
+    assert [problem.detail for problem in snapshot.problems] == ["r1.tokens.jsonl: does not fit into memory"]
     assert names(snapshot) == [("unreadable", None, None)]
 
 

@@ -197,6 +197,14 @@ def test_prompts_that_begin_alike_are_each_what_they_say() -> None:
     assert [seen(each) for each in found] == [seen(read_strictly(line)) for line in lines]
 
 
+def test_a_conversation_without_a_prompt_does_not_begin_another_with_a_comma() -> None:
+    first = spelled(A | {"prompt_token_ids": []}, (",", ":"))
+    wrong = first.replace(b'"prompt_token_ids":[]', b'"prompt_token_ids":[,3,9]')
+    _, found = read(first, wrong)
+    assert isinstance(found, RecordProblem)
+    assert found == read_strictly(wrong)
+
+
 def test_ids_of_a_conversation_are_held_once() -> None:
     prompt, lines = [1, 2], []
     for turn in range(50):
