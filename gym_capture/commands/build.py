@@ -87,6 +87,8 @@ def command(
         why = "the list of rollouts is empty" if rollouts else "it holds no files named <rollout id>.tokens.jsonl"
         stderr.print(f"[yellow]warning:[/] nothing to build in {escape(str(source))}: {why}; wrote a file without rows")
     Console(soft_wrap=True, highlight=False).print(summary_table(built, out))
+    if built.mask_reasons or built.excluded_tokens:
+        stderr.print("`gym-capture explain REASON` says what a reason means and what to do about it")
 
 
 def summary_table(built: BuildReport, out: Path) -> Table:

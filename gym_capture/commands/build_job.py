@@ -112,6 +112,8 @@ def command(
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
         Console().print(report_table(report))
+        if report.mask_reasons or report.excluded_tokens:
+            console.print("`gym-capture explain REASON` says what a reason means and what to do about it")
     for rollout_id in changed:
         console.print(f"[yellow]{rollout_id} has changed since it was built and is kept[/]")
     for rollout_id, details in itertools.islice(report.details.items(), _DETAILS):

@@ -25,6 +25,7 @@ from gym_capture.data.advantages import Scale, group_advantages
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA, reward_problems, rows, to_table, with_advantage
 from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.reasons import MaskReason, ProblemReason, join_reason
 from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
@@ -96,13 +97,13 @@ def _build_one(
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        summary, batch = _rows_of(request, unusable(request.rollout_id, "build_failed", detail), options)
+        summary, batch = _rows_of(request, unusable(request.rollout_id, ProblemReason.BUILD_FAILED, detail), options)
     # Outside: a spool that cannot be written is no fault of the rollout's.
     writer.write_batch(batch)
     return summary
 
 
-def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None = None) -> Snapshot:
+def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: str | None = None) -> Snapshot:
     """What stands for the snapshot of a rollout that cannot be had: it masks it, and nothing can be dropped by it."""
     problem = RecordProblem(reason=reason, call_id=call_id, field=None, detail=detail)
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
@@ -112,7 +113,7 @@ def _rows_of(request: Request, snapshot: Snapshot, options: BuildOptions) -> tup
     built = build(snapshot, options)
     extra_reasons = list(reward_problems(request.reward))
     if request.failure is not None:
-        extra_reasons.append(f"incomplete:{request.failure}")
+        extra_reasons.append(join_reason(MaskReason.INCOMPLETE, request.failure))
     table = to_table(
         rows(
             built,
