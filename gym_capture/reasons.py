@@ -367,7 +367,7 @@ class TemplateRule(Reason):
     )
     LATE_SYSTEM_IN_USER = (
         "late_system_in_user",
-        "A later system message is joined to the user message behind it, else to the one before it, in the same turn.",
+        "A later system message is joined to the user message behind it, else before it, in its turn; else it is one.",
     )
     RESULTS_IN_CALL_ORDER = (
         "results_in_call_order",

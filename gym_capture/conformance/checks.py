@@ -199,9 +199,8 @@ async def conflicting_put_is_refused(store: Store) -> None:
         await expect_error(store.put(other, epoch=epoch), ConflictingCallError, "a conflicting put")
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
-    expect_equal(
-        [(p.reason, p.call_id) for p in snapshot.problems], [(ProblemReason.CONFLICTING_CALL_ID, "c")], "problems"
-    )
+    problems = [(problem.reason, problem.call_id) for problem in snapshot.problems]
+    expect_equal(problems, [(ProblemReason.CONFLICTING_CALL_ID, "c")], "problems")
 
 
 async def one_of_two_conflicting_puts_wins(store: Store) -> None:
