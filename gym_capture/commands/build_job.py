@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.commands.explain import HINT
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,7 +114,7 @@ def command(
     else:
         Console().print(report_table(report))
         if report.mask_reasons or report.excluded_tokens:
-            console.print("`gym-capture explain REASON` says what a reason means and what to do about it")
+            console.print(HINT, soft_wrap=True)
     for rollout_id in changed:
         console.print(f"[yellow]{rollout_id} has changed since it was built and is kept[/]")
     for rollout_id, details in itertools.islice(report.details.items(), _DETAILS):

@@ -19,6 +19,9 @@ from rich.table import Table
 from gym_capture.errors import ConfigError
 from gym_capture.reasons import KINDS, UNRESOLVED, Kind, Reason, reason_name, split_reason
 
+HINT: Final = "`gym-capture explain REASON` says what a reason means and what to do about it"
+"""For commands that print reasons."""
+
 
 class Meaning(NamedTuple):
     """A reason, and of what kind it is: one name can be of two."""
