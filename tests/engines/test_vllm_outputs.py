@@ -18,12 +18,9 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from gym_capture.engines.vllm_outputs import sampled_log_probs
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
-from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
-from gym_capture.serving.gateway import build_gateway
-from gym_capture.serving.live import LiveCalls
 from tests.engines.doctored import Doctor, DoctoredLlm, engine_over
-from tests.serving.replica import LocalState
+from tests.serving.replica import LocalState, gateway_over
 
 SAID = [2, 3, 4, 5]
 BODIES: dict[str, dict[str, Any]] = {
@@ -122,8 +119,7 @@ def ask(route: str, doctor: Doctor, **fields: Any) -> tuple[httpx.Response, Loca
         sampling_pin={},
         session_cache=4,
     )
-    calls = LiveCalls(interval_s=0.0, admission=Admission(running=8, waiting=8))
-    app = build_gateway(service, model_name="policy", max_model_len=4096, calls=calls)
+    app = gateway_over(service)
 
     async def run() -> httpx.Response:
         transport = httpx.ASGITransport(app)

@@ -16,12 +16,9 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
-from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
-from gym_capture.serving.gateway import build_gateway
-from gym_capture.serving.live import LiveCalls
 from tests.engines.doctored import DoctoredLlm, engine_over
-from tests.serving.replica import LocalState
+from tests.serving.replica import LocalState, gateway_over
 
 
 class Thinking(NamedTuple):
@@ -147,8 +144,7 @@ def converse(
         sampling_pin={},
         session_cache=4,
     )
-    calls = LiveCalls(interval_s=0.0, admission=Admission(running=8, waiting=8))
-    app = build_gateway(service, model_name="policy", max_model_len=4096, calls=calls)
+    app = gateway_over(service)
     readings = []
 
     async def run() -> None:

@@ -42,6 +42,12 @@ def says(template: ChatTemplate, *texts: str) -> Scripter:
     return in_order(saying(template, text, stop_token=STOP) for text in texts)
 
 
+def gateway_over(service: CallService) -> FastAPI:
+    """A gateway that takes whatever comes."""
+    calls = LiveCalls(interval_s=0.0, admission=Admission(running=64, waiting=64))
+    return build_gateway(service, model_name="policy", max_model_len=4096, calls=calls)
+
+
 class LocalState:
     """What a state actor does, in this process, with a gate before every put and faults on demand."""
 

@@ -149,8 +149,8 @@ def test_a_client_that_goes_away_before_the_engine_has_its_call_leaves_nothing(
         replica = Replica(template, lambda _: hanging())
         begin, begins, may_begin = replica.state.begin, asyncio.Event(), asyncio.Event()
 
-        async def slow(intent: CallIntent, turn_keys: Sequence[str]) -> Begun:
-            begun = await begin(intent, turn_keys)
+        async def slow(intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun:
+            begun = await begin(intent, turn_keys, asked_keys)
             begins.set()
             await may_begin.wait()
             return begun

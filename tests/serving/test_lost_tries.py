@@ -23,9 +23,8 @@ from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, saying
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.serving.call_service import CallService
-from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.state import StateClient
-from tests.serving.replica import STOP, USER, chat_body, chat_path, listening
+from tests.serving.replica import STOP, USER, chat_body, chat_path, gateway_over, listening
 from tests.serving.shards import LocalActor, shard
 
 NEXT = {"role": "user", "content": "and then?"}
@@ -100,7 +99,7 @@ async def graph(template: HfChatTemplate, directory: Path) -> AsyncIterator[Grap
         sampling_pin={},
         session_cache=16,
     )
-    async with listening(build_gateway(service, model_name="policy", max_model_len=4096)) as http:
+    async with listening(gateway_over(service)) as http:
         yield Graph(http, service, actor, state)
     await service.close()
     await actor.shard.close()
