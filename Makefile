@@ -9,7 +9,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table clean
+.PHONY: help setup demo test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -70,6 +70,9 @@ bench: $(READY)  ## all benchmarks, as JSON lines and a table; non-zero exit bel
 
 contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat template at hand, every shape of turn
 	$(BIN)/python -m gym_capture.commands.audit_template > docs/contiguity.md
+
+reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
+	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
 
 clean:  ## remove .venv and caches of tools
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules

@@ -18,6 +18,7 @@ from typing import Final, Literal, TypeAlias
 import numpy as np
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.reasons import AuditReason, NotSplicedReason
 from gym_capture.splice import NotSpliced, full_prompt, splice
 from gym_capture.template import ChatTemplate, TemplateError, split_controls
 
@@ -157,17 +158,19 @@ def _audit_shape(template: ChatTemplate, shape: Shape) -> Cell:
     parent_ids = np.concatenate((full_prompt(template, opening), template.encode(generated)), dtype=np.int32)
     spliced = splice(template, request, turn=0, parent_ids=parent_ids)
     if isinstance(spliced, NotSpliced):
-        lost = spliced.reason == "new_item_lost" and any(item.text.strip() not in whole for item in shape.next)
+        lost = spliced.reason == NotSplicedReason.NEW_ITEM_LOST and any(
+            item.text.strip() not in whole for item in shape.next
+        )
         return Cell("refused", "does not write tool results") if lost else Cell("hole", spliced.reason)
     if not np.array_equal(spliced.ids[: parent_ids.size], parent_ids):
-        return Cell("hole", "prefix_lost")
+        return Cell("hole", AuditReason.PREFIX_LOST)
     as_sampled = shape.turn._replace(text=shape.turn.text + shape.unsaid)
     history = (*opening.items, as_sampled, *shape.next)
     if np.array_equal(spliced.ids, full_prompt(template, opening._replace(items=history))):
         return Cell("exact")
     # Where the template writes the turn's history just as it was sampled, nothing but equality will do.
     opened = template.render(opening, add_generation_prompt=True)
-    return Cell("hole", "not_equal") if whole.startswith(opened + generated) else Cell("holds")
+    return Cell("hole", AuditReason.NOT_EQUAL) if whole.startswith(opened + generated) else Cell("holds")
 
 
 def _opening(template: ChatTemplate) -> Conversation:

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gym_capture.merge import NO_PARENT, Forest, UniqueCalls, link, unique_calls
-from gym_capture.records import DANGLING_INTENT, LostCall, RecordProblem, Snapshot, TokenEntry, Unresolved
+from gym_capture.reasons import CaptureMark, ExcludedReason, MaskReason, ProblemReason, Reason, join_reason
+from gym_capture.records import LostCall, Snapshot, TokenEntry, Unresolved
 from gym_capture.side_calls import SideCallRules, side_calls
 from gym_capture.trajectories import Segment, Span, Trajectory, flatten, flatten_call, ride_along_problems
 
@@ -28,17 +29,12 @@ __all__ = [
     "Span",
     "Trajectory",
     "build",
-    "reason_name",
 ]
 
 # Generations that were cut off by someone other than the policy: what they would have been is not known.
-_CUT_OFF: Final[Mapping[str, str]] = {"abort": "aborted", "error": "failed"}
-LOST_TRY: Final = "lost_try"
-"""Why a call is out that was lost with nothing lost: its request was answered by another try."""
+_CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED, "error": ExcludedReason.FAILED}
 # Reasons that say nothing against the record: its place is known, its loss is just not wanted.
-_WELL_PLACED: Final = frozenset(
-    {"empty_generation", *_CUT_OFF.values(), "side_call", "retry_orphan", "not_main_chain", LOST_TRY},
-)
+_WELL_PLACED: Final = frozenset(ExcludedReason) - {ExcludedReason.UNPLACED_PARENT}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class BuiltRollout:
     """The main chain first, then by generated ids, most first."""
     masked: bool
     mask_reasons: tuple[str, ...]
-    """Sorted: a name, then where it applies `:<call id>` and `:<field>`."""
+    """Sorted, as `reasons.join_reason` writes them: a name, then where it applies `:<call id>` and `:<field>`."""
     counts: BuildCounts
     excluded: tuple[ExcludedCall, ...]
     """Sorted by call id."""
@@ -128,18 +124,18 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
         trajectories, reasons = _merged(paths, selected)
 
     lost_tries = _lost_tries(snapshot.lost_calls, calls.entries)
-    not_missed = {f"{DANGLING_INTENT}:{call_id}" for call_id in lost_tries}
+    not_missed = {join_reason(CaptureMark.DANGLING_INTENT, call_id) for call_id in lost_tries}
     reasons += [reason for reason in snapshot.incomplete if reason not in not_missed]
-    reasons += [_problem_reason(problem) for problem in snapshot.problems]
-    reasons += [f"conflicting_call_id:{call_id}" for call_id in calls.conflicting]
-    reasons += [f"foreign_record:{entry.model_call_id}:rollout_id" for entry in calls.foreign]
+    reasons += [join_reason(problem.reason, problem.call_id, problem.field) for problem in snapshot.problems]
+    reasons += [join_reason(ProblemReason.CONFLICTING_CALL_ID, call_id) for call_id in calls.conflicting]
+    reasons += [join_reason(MaskReason.FOREIGN_RECORD, entry.model_call_id, "rollout_id") for entry in calls.foreign]
     reasons += forest.reasons
     if retries_unresolved:
-        reasons.append("unresolved_retries")
+        reasons.append(MaskReason.UNRESOLVED_RETRIES)
     if not trajectories:
         reasons.append(_why_nothing(calls, without_loss))
 
-    excluded |= dict.fromkeys(paths.unreached(selected), "not_main_chain")
+    excluded |= dict.fromkeys(paths.unreached(selected), ExcludedReason.NOT_MAIN_CHAIN)
     listed = _excluded_calls(calls, excluded, lost_tries)
     mask_reasons = tuple(sorted(set(reasons)))
     return BuiltRollout(
@@ -152,33 +148,28 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
     )
 
 
-def reason_name(reason: str) -> str:
-    """The name of a mask reason, without the call and the field that it names."""
-    return reason.partition(":")[0]
-
-
 # --- what carries no loss ------------------------------------------------------------------------------------------
 
 
-def _without_loss(entries: Sequence[TokenEntry], rules: SideCallRules) -> dict[int, str]:
+def _without_loss(entries: Sequence[TokenEntry], rules: SideCallRules) -> dict[int, Reason]:
     """Calls that are no part of the task, or whose generation is no decision of the policy -> why."""
-    aside = dict.fromkeys(sorted(side_calls(entries, rules)), "side_call")
+    aside: dict[int, Reason] = dict.fromkeys(sorted(side_calls(entries, rules)), ExcludedReason.SIDE_CALL)
     for position, entry in enumerate(entries):
         if position in aside:
             continue
         if entry.finish_reason is not None and entry.finish_reason in _CUT_OFF:
             aside[position] = _CUT_OFF[entry.finish_reason]
         elif entry.generation_token_ids.size == 0:
-            aside[position] = "empty_generation"
+            aside[position] = ExcludedReason.EMPTY_GENERATION
     return aside
 
 
-def _not_parents(calls: UniqueCalls) -> dict[str, str]:
-    reasons = {entry.model_call_id: "foreign_parent" for entry in calls.foreign}
-    return reasons | dict.fromkeys(calls.conflicting, "conflicting_parent")
+def _not_parents(calls: UniqueCalls) -> dict[str, MaskReason]:
+    reasons = {entry.model_call_id: MaskReason.FOREIGN_PARENT for entry in calls.foreign}
+    return reasons | dict.fromkeys(calls.conflicting, MaskReason.CONFLICTING_PARENT)
 
 
-def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[dict[int, str], bool]:
+def _settle_retries(forest: Forest, without_loss: Mapping[int, Reason]) -> tuple[dict[int, Reason], bool]:
     """Calls whose reply a retry replaced -> why they are out; and whether some retry could not be settled.
 
     Calls of the task with the same parent and the same prompt are tries of one request. A later call that continues a
@@ -187,10 +178,10 @@ def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[di
     continued = {forest.parents[position] for position in forest.order}
     same_length: dict[tuple[int, int], list[int]] = {}
     for position in forest.order:
-        if without_loss.get(position) != "side_call" or position in continued:
+        if without_loss.get(position) != ExcludedReason.SIDE_CALL or position in continued:
             key = (forest.parents[position], forest.entries[position].prompt_len)
             same_length.setdefault(key, []).append(position)
-    unused: dict[int, str] = {}
+    unused: dict[int, Reason] = {}
     unresolved = False
     for siblings in same_length.values():
         if len(siblings) == 1:
@@ -202,9 +193,9 @@ def _settle_retries(forest: Forest, without_loss: Mapping[int, str]) -> tuple[di
                 used = _ended_with(forest.entries, tries)
             if used is None:
                 unresolved = True
-                unused |= dict.fromkeys(with_loss, "unresolved_retries")
+                unused |= dict.fromkeys(with_loss, MaskReason.UNRESOLVED_RETRIES)
             elif used:
-                unused |= {position: "retry_orphan" for position in with_loss if position not in used}
+                unused |= {position: ExcludedReason.RETRY_ORPHAN for position in with_loss if position not in used}
     return unused, unresolved
 
 
@@ -259,7 +250,7 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
 class _Paths:
     """The chains that carry loss: from a root to a call that no other such chain goes on from."""
 
-    def __init__(self, forest: Forest, excluded: Mapping[int, str]) -> None:
+    def __init__(self, forest: Forest, excluded: Mapping[int, Reason]) -> None:
         self.forest = forest
         self.with_loss = [position for position in forest.order if position not in excluded]
         tokens = dict.fromkeys(forest.order, 0)
@@ -338,30 +329,29 @@ def _per_request(paths: _Paths, leaves: Sequence[int]) -> tuple[list[Trajectory]
 # --- the account ---------------------------------------------------------------------------------------------------
 
 
-def _problem_reason(problem: RecordProblem) -> str:
-    return ":".join(part for part in (problem.reason, problem.call_id, problem.field) if part)
-
-
-def _why_nothing(calls: UniqueCalls, without_loss: Mapping[int, str]) -> str:
+def _why_nothing(calls: UniqueCalls, without_loss: Mapping[int, Reason]) -> MaskReason:
     if not calls.entries and not calls.conflicting and not calls.foreign:
-        return "no_calls"
-    if len(without_loss) == len(calls.entries) and set(without_loss.values()) == {"side_call"}:
-        return "all_side_calls"
-    return "no_trainable_tokens"
+        return MaskReason.NO_CALLS
+    if len(without_loss) == len(calls.entries) and set(without_loss.values()) == {ExcludedReason.SIDE_CALL}:
+        return MaskReason.ALL_SIDE_CALLS
+    return MaskReason.NO_TRAINABLE_TOKENS
 
 
 def _excluded_calls(
-    calls: UniqueCalls, excluded: Mapping[int, str], lost_tries: Sequence[str]
+    calls: UniqueCalls, excluded: Mapping[int, Reason], lost_tries: Sequence[str]
 ) -> tuple[ExcludedCall, ...]:
-    listed = [ExcludedCall(call_id, LOST_TRY, 0) for call_id in lost_tries]
+    listed = [ExcludedCall(call_id, ExcludedReason.LOST_TRY, 0) for call_id in lost_tries]
     listed += [
         ExcludedCall(entry.model_call_id, excluded[position], int(entry.generation_token_ids.size))
         for position, entry in enumerate(calls.entries)
         if position in excluded
     ]
-    listed += [ExcludedCall(call_id, "conflicting_call_id", tokens) for call_id, tokens in calls.conflicting.items()]
     listed += [
-        ExcludedCall(entry.model_call_id, "foreign_record", int(entry.generation_token_ids.size))
+        ExcludedCall(call_id, ProblemReason.CONFLICTING_CALL_ID, tokens)
+        for call_id, tokens in calls.conflicting.items()
+    ]
+    listed += [
+        ExcludedCall(entry.model_call_id, MaskReason.FOREIGN_RECORD, int(entry.generation_token_ids.size))
         for entry in calls.foreign
     ]
     return tuple(sorted(listed, key=lambda call: (call.call_id, call.reason, call.generated_tokens)))
@@ -372,7 +362,8 @@ def _count(
 ) -> BuildCounts:
     by_reason: dict[str, int] = {}
     for call in excluded:
-        by_reason[call.reason] = by_reason.get(call.reason, 0) + call.generated_tokens
+        name = str(call.reason)  # plain: some writers of JSON take no other keys
+        by_reason[name] = by_reason.get(name, 0) + call.generated_tokens
     captured = sum(calls.conflicting.values())
     captured += sum(int(entry.generation_token_ids.size) for entry in (*calls.entries, *calls.foreign))
     eligible = [position for position, entry in enumerate(calls.entries) if entry.prefix_requested]
@@ -381,8 +372,8 @@ def _count(
         chains=len(paths.leaves),
         roots=paths.roots,
         quarantined_calls=sum(1 for call in excluded if call.reason not in _WELL_PLACED),
-        lost_tries=sum(1 for call in excluded if call.reason == LOST_TRY),
-        side_calls_excluded=sum(1 for call in excluded if call.reason == "side_call"),
+        lost_tries=sum(1 for call in excluded if call.reason == ExcludedReason.LOST_TRY),
+        side_calls_excluded=sum(1 for call in excluded if call.reason == ExcludedReason.SIDE_CALL),
         unresolved_parent_calls=sum(1 for entry in calls.entries if isinstance(entry.parent, Unresolved)),
         eligible_links=len(eligible),
         contiguous_links=sum(1 for position in eligible if forest.parents[position] != NO_PARENT),

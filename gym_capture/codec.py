@@ -40,6 +40,7 @@ import numpy.typing as npt
 import orjson
 
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import (
     CallIntent,
     Continues,
@@ -432,9 +433,8 @@ def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry 
     except SchemaVersionError:
         raise
     except RecordError as error:
-        return RecordProblem(
-            reason="malformed_record", call_id=call_id or error.call_id, field=error.field, detail=error.message
-        )
+        known, malformed = call_id or error.call_id, ProblemReason.MALFORMED_RECORD
+        return RecordProblem(reason=malformed, call_id=known, field=error.field, detail=error.message)
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ from gym_capture.conversation import (
     merge_assistant_turns,
 )
 from gym_capture.errors import ConfigError
+from gym_capture.reasons import RequestRule
 from gym_capture.template import nests_too_deep
 
 _DOMAIN: Final = b"gym-capture/conversation/1\0"
@@ -88,14 +89,14 @@ class NormalizationRule:
 
 
 BILLING_HEADER: Final = NormalizationRule(
-    "billing_header",
+    RequestRule.BILLING_HEADER,
     # `key=value;` pairs and no further, should a client run its next block on into the same line.
     r"\Ax-anthropic-billing-header:(?P<volatile>(?:[ \t]*[\w.-]+=[^;\s]*;?)+|[^\n]*)",
 )
 """Claude Code's first system block: version and nonce of the request."""
 
 CURRENT_DATE: Final = NormalizationRule(
-    "current_date",
+    RequestRule.CURRENT_DATE,
     # Starting with a literal lets the engine skip through a long system text; looking back costs only where it hits.
     r" date(?<=Today['’]s date|Current date)(?::| is)[ \t]*(?P<volatile>"
     r"\d{4}-\d{2}-\d{2}"

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from gym_capture.protocols import Resolution, Resolved
+from gym_capture.reasons import ProblemReason, RequestRule, UnresolvedReason
 from gym_capture.records import (
     Continues,
     IdArray,
@@ -35,9 +36,6 @@ from gym_capture.records import (
 )
 
 _NOT_CONTINUABLE: Final = frozenset({"abort", "error"})
-STOP_STRING_PUT_BACK: Final = "stop_string_put_back"
-"""The rule for clients that end a turn with the stop string that ended it, which a reply leaves out: the policy did
-sample it, and it is among the call's ids. Of the very string that ended that call, and of nothing else."""
 _WORTH_SHARING_IDS: Final = 256
 """Keeping this many ids a second time costs about what another strand does."""
 
@@ -83,7 +81,8 @@ class LineageIndex:
         stands for all. Of calls that differ in ids, one is told apart only if it was delivered whole and all others are
         known not to have been: then the client can have the text from nowhere else.
 
-        A turn that a stop string ended is also that call's turn with the string put back (`stop_string_put_back`).
+        A turn that a stop string ended is also that call's turn with that very string put back, which a reply leaves
+        out and some clients add: the policy did sample it, and it is among the call's ids (`stop_string_put_back`).
 
         `asked_keys`: for each turn, the fingerprint of everything before it; only for the name of a reason.
 
@@ -94,16 +93,17 @@ class LineageIndex:
             return Root()
         rollout = self._rollouts.get(rollout_id)
         if rollout is None:
-            return Unresolved("unknown_rollout")
+            return Unresolved(UnresolvedReason.UNKNOWN_ROLLOUT)
         for turn in range(len(turn_keys) - 1, -1, -1):
             owners = rollout.owners.get(turn_keys[turn])
             if owners is not None:
                 parent = _the_one(owners)
                 if parent is None:
-                    return Unresolved("ambiguous")
-                rule = None if parent.owned_key == turn_keys[turn] else STOP_STRING_PUT_BACK
+                    return Unresolved(UnresolvedReason.AMBIGUOUS)
+                rule = None if parent.owned_key == turn_keys[turn] else RequestRule.STOP_STRING_PUT_BACK
                 return Resolved(parent.call_id, turn, parent.strand.ids(parent.end), rule)
-        return Unresolved("no_match" if rollout.asked.isdisjoint(asked_keys) else "rewritten_turn")
+        is_rewritten = not rollout.asked.isdisjoint(asked_keys)
+        return Unresolved(UnresolvedReason.REWRITTEN_TURN if is_rewritten else UnresolvedReason.NO_MATCH)
 
     def may_be_retry(self, rollout_id: str, resolution: Resolution) -> bool:
         """Whether a recorded call may be an earlier try of a request that `resolve` gave this answer.
@@ -236,10 +236,10 @@ class _Rollout:
             base, start = _shared(ids, parent or self._latest)
             new = (ids[start:],)
         elif parent is None:
-            return _problem(entry, "parent_missing", "parent", "of a delta must be indexed first")
+            return _problem(entry, ProblemReason.PARENT_MISSING, "parent", "of a delta must be indexed first")
         elif parent.end != entry.prompt_offset:
             detail = f"must be the parent's cum_len: got {entry.prompt_offset}, expected {parent.end}"
-            return _problem(entry, "parent_length", "prompt_offset", detail)
+            return _problem(entry, ProblemReason.PARENT_LENGTH, "prompt_offset", detail)
         else:
             base, start = parent.strand, parent.end
             new = (entry.prompt_token_ids, entry.generation_token_ids)
@@ -253,12 +253,15 @@ class _Rollout:
             if (known.digest, known.owned_key) == (digest.digest(), _owned_key(entry)):
                 return None
             return _problem(
-                entry, "conflicting_call_id", "model_call_id", "is that of an indexed call with other content"
+                entry,
+                ProblemReason.CONFLICTING_CALL_ID,
+                "model_call_id",
+                "is that of an indexed call with other content",
             )
         if entry.digest is not None and entry.digest != digest.hexdigest():
             return _problem(
                 entry,
-                "digest_mismatch",
+                ProblemReason.DIGEST_MISMATCH,
                 "digest",
                 f"must be that of the ids: got {entry.digest}, expected {digest.hexdigest()}",
             )
@@ -321,7 +324,7 @@ def _shared(ids: IdArray, near: _Call | None) -> tuple[_Strand, int]:
     return _Strand(), 0
 
 
-def _problem(entry: TokenEntry, reason: str, field: str, detail: str) -> RecordProblem:
+def _problem(entry: TokenEntry, reason: ProblemReason, field: str, detail: str) -> RecordProblem:
     return RecordProblem(reason=reason, call_id=entry.model_call_id, field=field, detail=f"{field} {detail}")
 
 

@@ -21,7 +21,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
-from gym_capture.records import DANGLING_INTENT, CallIntent, RecordProblem, Snapshot, TokenEntry
+from gym_capture.reasons import CaptureMark, split_reason
+from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
 
 
 class LineageCache:
@@ -151,8 +152,8 @@ class LineageCache:
         self._absent.discard(rollout_id)
         self._index.rebuild(snapshot.entries)
         for reason in snapshot.incomplete:
-            name, _, call_id = reason.partition(":")
-            if name == DANGLING_INTENT:
+            name, call_id = split_reason(reason)
+            if name == CaptureMark.DANGLING_INTENT:
                 self._open.setdefault(rollout_id, {}).setdefault(call_id, None)
         self._use(rollout_id)
         return True

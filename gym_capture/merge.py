@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gym_capture.inference import PrefixIndex
+from gym_capture.reasons import ExcludedReason, MaskReason, ProblemReason, Reason, join_reason
 from gym_capture.records import Continues, IdArray, TokenEntry, delivered_by, id_bytes, new_digest
 
 NO_PARENT = -1
@@ -118,7 +119,7 @@ class Forest:
     """How many of the call's prompt ids are its proven parent's cumulative ids; 0 without one."""
     order: tuple[int, ...]
     """The calls that have a place, every parent before its children."""
-    unplaced: Mapping[int, str]
+    unplaced: Mapping[int, Reason]
     """The calls without a provable place -> why."""
     reasons: tuple[str, ...]
     """What masks the rollout: `<name>:<call id>:<field>`."""
@@ -128,7 +129,7 @@ def link(
     entries: tuple[TokenEntry, ...],
     *,
     no_candidates: frozenset[int],
-    elsewhere: Mapping[str, str],
+    elsewhere: Mapping[str, MaskReason],
     vocab_size: int | None,
 ) -> Forest:
     """Places every call.
@@ -152,16 +153,18 @@ class _Linker:
     def __init__(self, entries: tuple[TokenEntry, ...]) -> None:
         self.entries = entries
         self.parents = [NO_PARENT] * len(entries)
-        self.unplaced: dict[int, str] = {}
+        self.unplaced: dict[int, Reason] = {}
         self.reasons: list[str] = []
 
-    def read_recorded_parents(self, elsewhere: Mapping[str, str]) -> None:
+    def read_recorded_parents(self, elsewhere: Mapping[str, MaskReason]) -> None:
         positions = {entry.model_call_id: position for position, entry in enumerate(self.entries)}
         for position, entry in enumerate(self.entries):
             if isinstance(entry.parent, Continues):
                 named = positions.get(entry.parent.call_id)
                 if named is None:
-                    self._refuse(position, elsewhere.get(entry.parent.call_id, "absent_parent"), "parent.call_id")
+                    self._refuse(
+                        position, elsewhere.get(entry.parent.call_id, MaskReason.ABSENT_PARENT), "parent.call_id"
+                    )
                 else:
                     self.parents[position] = named
 
@@ -178,7 +181,7 @@ class _Linker:
                 position = self.parents[position]
             if position != NO_PARENT and state[position] == on_path:
                 for member in path[path.index(position) :]:
-                    self._refuse(member, "parent_cycle", "parent.call_id")
+                    self._refuse(member, MaskReason.PARENT_CYCLE, "parent.call_id")
             for seen in path:
                 state[seen] = done
 
@@ -190,7 +193,7 @@ class _Linker:
                 and isinstance(entry.parent, Continues)
                 and self.entries[parent].cum_len != entry.parent.cum_len
             ):
-                self._refuse(position, "parent_mismatch", "parent.cum_len")
+                self._refuse(position, MaskReason.PARENT_MISMATCH, "parent.cum_len")
 
     def infer_missing_parents(self, no_candidates: frozenset[int]) -> None:
         undecided = [position for position, entry in enumerate(self.entries) if entry.parent is None]
@@ -207,8 +210,8 @@ class _Linker:
             if len(found) == 1:
                 self.parents[position] = found[0]
             elif found:
-                self._refuse(position, "ambiguous_parent", "prompt_token_ids")
-                self.unplaced[position] = "ambiguous_parent"
+                self._refuse(position, MaskReason.AMBIGUOUS_PARENT, "prompt_token_ids")
+                self.unplaced[position] = MaskReason.AMBIGUOUS_PARENT
 
     def unplace_descendants(self) -> None:
         """What continues a call without a place has none either: its own ids may be known, but not their history."""
@@ -217,7 +220,7 @@ class _Linker:
         while pending:
             for child in children[pending.pop()]:
                 if child not in self.unplaced:
-                    self.unplaced[child] = "unplaced_parent"
+                    self.unplaced[child] = ExcludedReason.UNPLACED_PARENT
                     pending.append(child)
 
     def walk(self, vocab_size: int | None) -> Forest:
@@ -242,7 +245,7 @@ class _Linker:
             prompt = id_bytes(entry.prompt_token_ids)
             if not entry.is_delta and start:
                 if not path.startswith(prompt[: start * _ID_BYTES]):
-                    self._refuse(position, "parent_mismatch", "prompt_token_ids")
+                    self._refuse(position, MaskReason.PARENT_MISMATCH, "prompt_token_ids")
                     pending.insert(0, (position, nothing_hashed))
                     continue
                 prompt = prompt[start * _ID_BYTES :]
@@ -255,7 +258,7 @@ class _Linker:
                 cumulative_hash.update(prompt)
                 cumulative_hash.update(generation)
                 if entry.digest is not None and entry.digest != cumulative_hash.hexdigest():
-                    self._report(position, "digest_mismatch", "digest")
+                    self._report(position, ProblemReason.DIGEST_MISMATCH, "digest")
             if vocab_size is not None:
                 self._check_vocabulary(position, start, vocab_size)
             starts[position] = start
@@ -285,14 +288,14 @@ class _Linker:
         )
         for field, ids in fields:
             if ids.size and int(ids.max()) >= vocab_size:
-                self._report(position, "out_of_vocabulary", field)
+                self._report(position, MaskReason.OUT_OF_VOCABULARY, field)
 
-    def _refuse(self, position: int, reason: str, field: str) -> None:
+    def _refuse(self, position: int, reason: MaskReason, field: str) -> None:
         """The claimed parent does not hold: the call stands alone, or has no place if it is only a delta."""
         self._report(position, reason, field)
         self.parents[position] = NO_PARENT
         if self.entries[position].is_delta:
             self.unplaced[position] = reason
 
-    def _report(self, position: int, reason: str, field: str) -> None:
-        self.reasons.append(f"{reason}:{self.entries[position].model_call_id}:{field}")
+    def _report(self, position: int, reason: Reason, field: str) -> None:
+        self.reasons.append(join_reason(reason, self.entries[position].model_call_id, field))

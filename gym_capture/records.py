@@ -32,8 +32,6 @@ _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 SCHEMA_VERSION: Final = 1
 LOG_PROB_ROUNDING: Final = 1e-3
 """No probability is above 1; so far above 0 may the logarithm of one come out, through rounding."""
-DANGLING_INTENT: Final = "dangling_intent"
-"""Names, in `Snapshot.incomplete`, a call that was begun and left neither a record nor a refusal."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What APIs call the limit of a generation among the sampling parameters."""
 _ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
@@ -60,7 +58,7 @@ class Continues:
 
 @dataclass(frozen=True, slots=True)
 class Unresolved:
-    """The request echoes assistant turns, but no parent could be proven. `reason` is one of a closed set of names."""
+    """The request echoes assistant turns, but no parent could be proven."""
 
     reason: str
 
@@ -309,7 +307,7 @@ class RecordProblem:
     """A record that could not be made into a `TokenEntry`, or that contradicts another: masks its rollout."""
 
     reason: str
-    """A name, e.g. `malformed_record`, `conflicting_call_id`, `corrupt_log`."""
+    """A `ProblemReason`."""
     call_id: str | None
     field: str | None
     detail: str
@@ -324,7 +322,7 @@ class Snapshot:
     version: int
     entries: tuple[TokenEntry, ...]
     incomplete: tuple[str, ...] = ()
-    """Why the capture is not complete: named reasons, e.g. `dangling_intent:<call id>`, `capture_failed:<call id>`."""
+    """Why the capture is not complete: as `reasons.join_reason` writes a `CaptureMark` and, where known, a call id."""
     problems: tuple[RecordProblem, ...] = ()
     lost_calls: tuple[LostCall, ...] = ()
     """Of the calls with a `dangling_intent`, those of which it is known what they were for, by call id."""

@@ -26,10 +26,8 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeAlias
 
 from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
-from gym_capture.records import DANGLING_INTENT, CallIntent, LostCall, RecordProblem, delivered_by
-
-CONFLICTING_CALL: Final = "conflicting_call_id"
-
+from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
+from gym_capture.records import CallIntent, LostCall, RecordProblem, delivered_by
 
 # --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
 
@@ -180,7 +178,7 @@ class RolloutState:
         if known == payload_digest:
             return _NOTHING
         problem = RecordProblem(
-            reason=CONFLICTING_CALL,
+            reason=ProblemReason.CONFLICTING_CALL_ID,
             call_id=call_id,
             field=None,
             detail="the call was recorded twice with different content; the first record stays",
@@ -282,7 +280,10 @@ class RolloutState:
         return FrozenFacts(
             snapshot_id=self.snapshot_id(),
             version=self.version,
-            incomplete=(*sorted(self.incomplete), *(f"{DANGLING_INTENT}:{call_id}" for call_id in sorted(dangling))),
+            incomplete=(
+                *sorted(self.incomplete),
+                *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
+            ),
             problems=tuple(sorted(self.problems, key=lambda p: (p.reason, p.call_id or "", p.detail))),
             delivery=self._delivery(),
             lost_calls=self._lost_calls(dangling),

@@ -19,25 +19,14 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple, TypeAlias, get_args
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool
+from gym_capture.reasons import NotSplicedReason
 from gym_capture.records import IdArray
 from gym_capture.template import ChatTemplate, Protected, TemplateError, encode_rendered, protect, split_controls
-
-NotSplicedReason: TypeAlias = Literal[
-    "template_refuses",  # the template raises on this conversation
-    "turn_lost",  # the template does not write that assistant turn, or only part of it
-    "turn_repeated",  # the template writes that assistant turn more than once
-    "new_item_lost",  # the template does not write a message or tool result that came after the turn
-    "new_item_moved",  # the template writes an item that came after the turn before it
-    "old_item_moved",  # the template writes an item (or the tools) that came before the turn after it, again
-    "close_unknown",  # the parent's ids end in a way that the template's close of the turn cannot be matched with
-    "tail_differs",  # the marks changed what the template writes
-]
-NOT_SPLICED_REASONS: Final[tuple[NotSplicedReason, ...]] = get_args(NotSplicedReason)
 
 _SPACE: Final = re.compile(r"\s")
 _TURN: Final = -1
@@ -94,10 +83,10 @@ def splice(
     result = _continue(template, protected, parent, parent_ids)
     if isinstance(result, Spliced) or not parent.item.tool_calls:
         return result
-    if result.reason == "turn_lost":
+    if result.reason == NotSplicedReason.TURN_LOST:
         # A template that knows no tool calls leaves them out. What follows the turn is the same.
         return _continue(template, protected, parent._replace(mark_call=False), parent_ids)
-    if result.reason == "old_item_moved":
+    if result.reason == NotSplicedReason.OLD_ITEM_MOVED:
         # Some write a turn's text behind the results of its calls. The parent's ids have it where it was said.
         return _continue(template, protected, parent._replace(item=parent.item._replace(text="")), parent_ids)
     return result
@@ -150,13 +139,15 @@ def _continue(
             return after
         plain = template.render(request, add_generation_prompt=True)
     except TemplateError as error:
-        return NotSpliced("template_refuses", str(error))
+        return NotSpliced(NotSplicedReason.TEMPLATE_REFUSES, str(error))
     seam = _find_seam(marked, after.head, parent_ids)
     if seam is None:
-        return NotSpliced("close_unknown", f"the parent's ids end with {template.decode(parent_ids[-8:])!r}")
+        return NotSpliced(
+            NotSplicedReason.CLOSE_UNKNOWN, f"the parent's ids end with {template.decode(parent_ids[-8:])!r}"
+        )
     tail = (after.head + after.rest)[seam.start :]
     if not plain.endswith(tail):
-        return NotSpliced("tail_differs")
+        return NotSpliced(NotSplicedReason.TAIL_DIFFERS)
     tail_ids = _encode_after(parent_ids, tail, template, protected)
     close_ids = _encode_after(parent_ids, tail[: seam.end_of_close - seam.start], template, protected)
     return Spliced(np.concatenate((parent_ids, tail_ids), dtype=np.int32), added_close=close_ids.size)
@@ -193,16 +184,16 @@ class _Marked:
             marks.setdefault(int(match[1]), []).append(match)
         ends = marks.pop(_TURN, [])
         if len(ends) != 1:
-            return NotSpliced("turn_repeated" if ends else "turn_lost")
+            return NotSpliced(NotSplicedReason.TURN_REPEATED if ends else NotSplicedReason.TURN_LOST)
         start, at = ends[0].end(), self.parent.at
         for n, found in marks.items():
             if n <= at and found[-1].start() > start:
-                return NotSpliced("old_item_moved", f"item {n}" if n >= 0 else "tools")
+                return NotSpliced(NotSplicedReason.OLD_ITEM_MOVED, f"item {n}" if n >= 0 else "tools")
             if n > at and found[0].start() < start:
-                return NotSpliced("new_item_moved", f"item {n}")
+                return NotSpliced(NotSplicedReason.NEW_ITEM_MOVED, f"item {n}")
         for n, item in enumerate(conversation.items[at + 1 :], at + 1):
             if n not in marks and _markable(item) and not isinstance(item, AssistantTurn):
-                return NotSpliced("new_item_lost", f"item {n}")
+                return NotSpliced(NotSplicedReason.NEW_ITEM_LOST, f"item {n}")
         new = [found[0].start() for n, found in marks.items() if n > at]
         middle = min(new, default=len(text))
         return _After(text[start:middle], re.sub(f"{self._nonce}M-?\\d+Z", "", text[middle:]))

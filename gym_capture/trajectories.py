@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.reasons import MaskReason, join_reason
 from gym_capture.records import IdArray, LogProbArray, TokenEntry
 
 
@@ -158,9 +159,9 @@ def _misaligned(segments: Sequence[Segment]) -> list[str]:
         experts, sampling = entry.routed_experts, entry.sampling_mask
         # The last sampled id has not been run through the model yet: its row may be missing.
         if experts is not None and (experts.ndim != 3 or len(experts) < entry.cum_len - 1):
-            problems.append(f"misaligned_rows:{entry.model_call_id}:routed_experts")
+            problems.append(join_reason(MaskReason.MISALIGNED_ROWS, entry.model_call_id, "routed_experts"))
         if sampling is not None and (sampling.ndim == 0 or len(sampling) != entry.generation_token_ids.size):
-            problems.append(f"misaligned_rows:{entry.model_call_id}:sampling_mask")
+            problems.append(join_reason(MaskReason.MISALIGNED_ROWS, entry.model_call_id, "sampling_mask"))
     return problems
 
 
@@ -181,7 +182,7 @@ def _uneven(field: str, arrays: Sequence[tuple[str, npt.NDArray[Any] | None]]) -
     if expected is None:
         return []
     return [
-        f"uneven_rows:{call_id}:{field}"
+        join_reason(MaskReason.UNEVEN_ROWS, call_id, field)
         for call_id, array in arrays
         if array is None or array.shape[1:] != expected.shape[1:] or array.dtype != expected.dtype
     ]

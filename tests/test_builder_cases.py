@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gym_capture.builder import ExcludedCall, build, reason_name
+from gym_capture.builder import ExcludedCall, build
+from gym_capture.reasons import reason_name
 from gym_capture.records import Continues, Root, digest_ids
 from tests.calls import ALL_CHAINS, call, excluded, only, rows, snapshot
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, ToolResult
-from gym_capture.splice import NOT_SPLICED_REASONS, NotSpliced, splice
+from gym_capture.reasons import NotSplicedReason
+from gym_capture.splice import NotSpliced, splice
 from gym_capture.template import TemplateError
 from tests.word_template import (
     ANSWER,
@@ -88,7 +89,7 @@ def test_says_why_it_cannot_continue(rendering: Render, conversation: Conversati
     result = splice(WordTemplate(rendering), conversation, turn=0, parent_ids=ids(*PROMPT, 35, 9))
     assert isinstance(result, NotSpliced)
     assert result.reason == reason
-    assert result.reason in NOT_SPLICED_REASONS
+    assert result.reason in NotSplicedReason
 
 
 def test_a_text_that_the_template_writes_behind_the_results_is_not_said_twice() -> None:

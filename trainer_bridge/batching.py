@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gym_capture.reasons import LeftOutReason
 from trainer_bridge.stream import TrainRollout, TrainSequence
 
 
@@ -45,7 +46,7 @@ class StepBatch:
     sequences: int
     trained_tokens: int
     left_out: Mapping[str, int]
-    """Rollouts by why they are not trained on: masked | truncated | no_advantage | no_trained_tokens."""
+    """Rollouts by why they are not trained on: a `LeftOutReason`."""
     tokens_without_log_prob: int
 
 
@@ -58,7 +59,7 @@ def step_batch(
     pad_id: int,
 ) -> StepBatch:
     """`overlong_filtering` leaves out rollouts that ended at a length limit: where they were going is not known."""
-    left_out: Counter[str] = Counter()
+    left_out: Counter[LeftOutReason] = Counter()
     used: list[tuple[float, list[tuple[TrainSequence, npt.NDArray[np.intp]]]]] = []
     tokens_without_log_prob = 0
     for rollout in rollouts:
@@ -70,7 +71,7 @@ def step_batch(
             if known.any():
                 rows.append((sequence, np.flatnonzero(known)))
         if reason is not None or not rows:
-            left_out[reason or "no_trained_tokens"] += 1
+            left_out[reason or LeftOutReason.NO_TRAINED_TOKENS] += 1
         elif rollout.advantage is not None:
             used.append((rollout.advantage, rows))
     trained_tokens = sum(positions.size for _, rows in used for _, positions in rows)
@@ -84,7 +85,7 @@ def step_batch(
         rollouts=len(used),
         sequences=len(weighed),
         trained_tokens=trained_tokens,
-        left_out=dict(left_out),
+        left_out={str(reason): count for reason, count in left_out.items()},
         tokens_without_log_prob=tokens_without_log_prob,
     )
 
@@ -99,12 +100,12 @@ class _Row:
     """Of each of them."""
 
 
-def _why_left_out(rollout: TrainRollout, *, overlong_filtering: bool) -> str | None:
+def _why_left_out(rollout: TrainRollout, *, overlong_filtering: bool) -> LeftOutReason | None:
     if rollout.masked:
-        return "masked"
+        return LeftOutReason.MASKED
     if overlong_filtering and rollout.truncated:
-        return "truncated"
-    return "no_advantage" if rollout.advantage is None else None
+        return LeftOutReason.TRUNCATED
+    return LeftOutReason.NO_ADVANTAGE if rollout.advantage is None else None
 
 
 def _fill(rows: Sequence[_Row], tokens_per_micro_batch: int) -> list[list[_Row]]:

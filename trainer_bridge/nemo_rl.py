@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from gym_capture.builder import BuiltRollout, Trajectory
 from gym_capture.errors import RecordError
+from gym_capture.reasons import MaskReason
 from gym_capture.records import IdArray, Snapshot, TokenEntry
 
 JsonObject: TypeAlias = dict[str, Any]
@@ -99,7 +100,7 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
     else:
         prompt = placeholder_prompt_ids if placeholder_prompt_ids is not None else np.zeros(1, dtype=np.int32)
         output = [_placeholder(prompt)]
-        reasons = reasons or ["no_trainable_tokens"]
+        reasons = reasons or [MaskReason.NO_TRAINABLE_TOKENS]
     contiguity_walk(output)
     carriers = [item for item in output if "generation_token_ids" in item]
     masked = bool(reasons)
@@ -238,8 +239,8 @@ def _first_prompt(rollout: FinishedRollout) -> IdArray | None:
 
 def _reward_problems(reward: float | None) -> list[str]:
     if reward is None:
-        return ["missing_reward"]
-    return [] if math.isfinite(reward) else ["non_finite_reward"]
+        return [MaskReason.MISSING_REWARD]
+    return [] if math.isfinite(reward) else [MaskReason.NON_FINITE_REWARD]
 
 
 def _components(rollout: FinishedRollout) -> dict[str, float]:

@@ -31,6 +31,7 @@ from gym_capture.commands.loading import explained
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
 from gym_capture.models import smollm2_dir, tiny_dir
+from gym_capture.reasons import TemplateRule
 
 PACKAGED: Final = Path(__file__).parent.parent / "templates"
 
@@ -157,8 +158,9 @@ def contiguity_document() -> str:
         for name, template in templates.items()
     }
     text = _INTRODUCTION.format(trl=importlib.metadata.version("trl"), **_MARKS)
+    rules = _MESSAGES.format(rules="\n".join(f"| `{rule}` | {rule.means} |" for rule in TemplateRule))
     return "\n".join(
-        [text, *_table([shape.name for shape in SHAPES], turns), "", _MESSAGES, *_table(tuple(MESSAGES), messages), ""]
+        [text, *_table([shape.name for shape in SHAPES], turns), "", rules, *_table(tuple(MESSAGES), messages), ""]
     )
 
 
@@ -198,12 +200,7 @@ is rendered as a whole, marks in its messages show that all of them arrived.
 | | |
 |---|---|
 | `=` | written as it was sent |
-| `developer_as_system` | written as a system message |
-| `system_joined` | the messages that begin a conversation are written as one, a blank line between them |
-| `system_in_user` | written as the beginning of the first user message |
-| `late_system_as_user` | written as a user message where it stands |
-| `late_system_in_user` | joined to the user message behind it, or else before it, in the same turn of the user |
-| `results_in_call_order` | written in the order of the calls: the template has no ids to tell results apart by |
+{rules}
 | `·` | a 400: the template does not write it |
 
 Each call's record names the rules that fired on its request (`normalized`), and `/stats` counts them (`rules`). Results

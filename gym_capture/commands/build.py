@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gym_capture.builder import BuildOptions
+from gym_capture.commands.explain import HINT
 from gym_capture.data.directory import build_directory
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
@@ -87,6 +88,8 @@ def command(
         why = "the list of rollouts is empty" if rollouts else "it holds no files named <rollout id>.tokens.jsonl"
         stderr.print(f"[yellow]warning:[/] nothing to build in {escape(str(source))}: {why}; wrote a file without rows")
     Console(soft_wrap=True, highlight=False).print(summary_table(built, out))
+    if built.mask_reasons:
+        stderr.print(HINT)
 
 
 def summary_table(built: BuildReport, out: Path) -> Table:

@@ -25,6 +25,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.commands.explain import HINT
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ def command(
         typer.echo(json.dumps(asdict(report), indent=2))
     else:
         Console().print(report_table(report))
+        if report.mask_reasons or report.excluded_tokens:
+            console.print(HINT, soft_wrap=True)
     for rollout_id in changed:
         console.print(f"[yellow]{rollout_id} has changed since it was built and is kept[/]")
     for rollout_id, details in itertools.islice(report.details.items(), _DETAILS):

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from gym_capture.errors import ConfigError, CorruptLogError, StoreUnavailableError
+from gym_capture.reasons import reason_name
 from gym_capture.records import Snapshot
 from gym_capture.stores import DEFAULT_DIRECTORY
 from gym_capture.stores.inspect import LogReport, read_snapshots, scan
@@ -269,7 +270,7 @@ def _print_whole(table: Table) -> None:
 
 def _counted(reasons: Iterable[str]) -> str:
     """Names of reasons, without what they are about."""
-    counts = Counter(reason.partition(":")[0] for reason in reasons)
+    counts = Counter(map(reason_name, reasons))
     return ", ".join(name if count == 1 else f"{name} {count}x" for name, count in counts.items())
 
 

@@ -28,6 +28,7 @@ from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
+from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import read_job
 
 if TYPE_CHECKING:
@@ -206,7 +207,7 @@ def summarized(summary: JobSummary, url: str) -> str:
     first = next((row for row in summary.rows if row.status == "failed"), None)
     if first is not None:
         parts.append(f"the first to fail, {first.rollout_id}: {one_line(first.detail or first.error or '')}")
-    if summary.failed and summary.failures["connection"]:
+    if summary.failed and summary.failures[AttemptFailure.CONNECTION]:
         parts.append(f"calls could not connect to {url}: is `serve run` still up?")
     if summary.failed and summary.resumed == len(summary.rows):
         parts.append("nothing was left to play: name another --out to start anew")

@@ -31,6 +31,7 @@ from gym_capture.errors import (
     StaleSnapshotError,
     StoreUnavailableError,
 )
+from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
 from gym_capture.records import Continues, LostCall
 
 # --- reading back what was written -------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ async def dangling_intent_is_incomplete(store: Store) -> None:
     """An intent without an entry makes the snapshot incomplete."""
     await store.begin_call(sample_intent("r", "c"))
     snapshot = await store.freeze("r")
-    expect_equal(snapshot.incomplete, ("dangling_intent:c",), "incomplete")
+    expect_equal(snapshot.incomplete, (join_reason(CaptureMark.DANGLING_INTENT, "c"),), "incomplete")
     expect(snapshot.version > 0, "an intent must give the rollout a version")
 
 
@@ -198,7 +199,8 @@ async def conflicting_put_is_refused(store: Store) -> None:
         await expect_error(store.put(other, epoch=epoch), ConflictingCallError, "a conflicting put")
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
-    expect_equal([(p.reason, p.call_id) for p in snapshot.problems], [("conflicting_call_id", "c")], "problems")
+    problems = [(problem.reason, problem.call_id) for problem in snapshot.problems]
+    expect_equal(problems, [(ProblemReason.CONFLICTING_CALL_ID, "c")], "problems")
 
 
 async def one_of_two_conflicting_puts_wins(store: Store) -> None:
@@ -211,16 +213,17 @@ async def one_of_two_conflicting_puts_wins(store: Store) -> None:
     expect(any(isinstance(outcome, ConflictingCallError) for outcome in outcomes), f"outcomes: got {outcomes!r}")
     snapshot = await store.freeze("r")
     expect_entries(snapshot, *winners)
-    expect_equal([problem.reason for problem in snapshot.problems], ["conflicting_call_id"], "problems")
+    expect_equal([problem.reason for problem in snapshot.problems], [ProblemReason.CONFLICTING_CALL_ID], "problems")
 
 
 async def incomplete_marks_are_kept(store: Store) -> None:
     """What was marked incomplete is in every later snapshot, once for each reason."""
     entry, epoch = await run_call(store, "r", "c")
-    for reason in ("capture_failed:c", "client_gone", "client_gone"):
+    failed = join_reason(CaptureMark.CAPTURE_FAILED, "c")
+    for reason in (failed, "client_gone", "client_gone"):
         await store.mark_incomplete("r", reason, epoch=epoch)
     snapshot = await store.freeze("r")
-    expect_equal(snapshot.incomplete, ("capture_failed:c", "client_gone"), "incomplete")
+    expect_equal(snapshot.incomplete, (failed, "client_gone"), "incomplete")
     expect_entries(snapshot, entry)
 
 

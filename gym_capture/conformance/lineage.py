@@ -28,6 +28,7 @@ from gym_capture.conformance.support import (
 )
 from gym_capture.errors import ConflictingCallError
 from gym_capture.protocols import LineageStore, Resolution, Resolved
+from gym_capture.reasons import RequestRule, UnresolvedReason
 from gym_capture.records import Continues, Root, TokenEntry, Unresolved
 
 
@@ -101,7 +102,7 @@ async def stop_string_may_be_put_back(store: StoreWithLineage) -> None:
     """A call owns its turn with the stop string put back that ended it, too; the answer names the rule."""
     entry = replace(sample_entry("r", "c"), stopped_turn_key="with the stop string")
     await _record(store, entry, await store.begin_call(sample_intent("r", "c")))
-    for key, rule in ((entry.turn_key or "", None), ("with the stop string", "stop_string_put_back")):
+    for key, rule in ((entry.turn_key or "", None), ("with the stop string", RequestRule.STOP_STRING_PUT_BACK)):
         resolution = await store.resolve("r", (key,))
         _expect_parent(resolution, entry, turn=0)
         expect_equal(resolution.rule if isinstance(resolution, Resolved) else "", rule, "rule")
@@ -143,7 +144,7 @@ async def different_ids_are_ambiguous(store: StoreWithLineage) -> None:
     two = replace(_following(root, "c2", generation=(51,)), turn_key=one.turn_key)
     for entry in (one, two):
         await _record(store, entry, epoch)
-    expect_equal(await store.resolve("r", _keys(root, one)), Unresolved("ambiguous"), "resolution")
+    expect_equal(await store.resolve("r", _keys(root, one)), Unresolved(UnresolvedReason.AMBIGUOUS), "resolution")
     _expect_parent(await store.resolve("r", _keys(root)), root, turn=0)
 
 

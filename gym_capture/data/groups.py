@@ -31,6 +31,7 @@ from gym_capture.data.collector import collector_paused
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA, Row, reward_problems, row_nbytes, rows, to_table, with_advantages
 from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
+from gym_capture.reasons import MaskReason, ProblemReason, join_reason
 from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
@@ -159,7 +160,7 @@ def built_or_masked(rollout_id: str, make: Callable[[], _Made], instead: Callabl
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        return instead(unusable(rollout_id, "build_failed", detail))
+        return instead(unusable(rollout_id, ProblemReason.BUILD_FAILED, detail))
 
 
 def _tabular(built: _Built) -> _Built:
@@ -168,7 +169,7 @@ def _tabular(built: _Built) -> _Built:
     return built
 
 
-def unusable(rollout_id: str, reason: str, detail: str, *, call_id: str | None = None) -> Snapshot:
+def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: str | None = None) -> Snapshot:
     """What stands for the snapshot of a rollout that cannot be had: it masks it, and nothing can be dropped by it."""
     problem = RecordProblem(reason=reason, call_id=call_id, field=None, detail=detail)
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
@@ -183,7 +184,7 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
     built = build(snapshot, options)
     extra_reasons = list(reward_problems(request.reward))
     if request.failure is not None:
-        extra_reasons.append(f"incomplete:{request.failure}")
+        extra_reasons.append(join_reason(MaskReason.INCOMPLETE, request.failure))
     built_rows = rows(
         built,
         group_id=request.group_id,

@@ -53,6 +53,7 @@ from gym_capture.errors import (
 )
 from gym_capture.imports import load
 from gym_capture.protocols import TokenSource
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import Snapshot
 
 REPORT_FILE: Final = "_report.json"
@@ -259,7 +260,7 @@ def _built(
             return runner.run(_freeze(opened, rollout_id))
         enter_whole()
         detail = f"{deaths} workers died while they built it, most likely for want of memory"
-        return unusable(rollout_id, "worker_died", detail)
+        return unusable(rollout_id, ProblemReason.WORKER_DIED, detail)
 
     enter_whole()
     with asyncio.Runner() as runner:
@@ -287,9 +288,9 @@ async def _freeze(source: TokenSource, rollout_id: str) -> Snapshot:
     except StoreUnavailableError:
         raise
     except (StoreError, RecordError) as error:
-        return unusable(rollout_id, "unreadable", str(error), call_id=error.call_id)
+        return unusable(rollout_id, ProblemReason.UNREADABLE, str(error), call_id=error.call_id)
     except OSError as error:
-        return unusable(rollout_id, "unreadable", str(error))
+        return unusable(rollout_id, ProblemReason.UNREADABLE, str(error))
 
 
 # --- the output ------------------------------------------------------------------------------------------------------

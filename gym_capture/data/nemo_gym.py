@@ -29,6 +29,7 @@ from pydantic import BaseModel, ConfigDict
 
 from gym_capture.data.token_lines import NEWEST_SCHEMA_VERSION, Header, LineReader, Record, problem, strict_json
 from gym_capture.errors import InvalidRolloutIdError, RecordError, StoreError
+from gym_capture.reasons import CaptureMark, ProblemReason, UnresolvedReason, join_reason
 from gym_capture.records import (
     Continues,
     IdArray,
@@ -111,7 +112,7 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     try:
         check_rollout_id(rollout_id)
     except InvalidRolloutIdError as error:
-        problems.append(problem("invalid_rollout_id", None, "rollout_id", str(error)))
+        problems.append(problem(ProblemReason.INVALID_ROLLOUT_ID, None, "rollout_id", str(error)))
     base = os.path.join(path, rollout_id)  # not a Path: to make one takes as long as to open a file
     text = _content(f"{base}{_RECORDS}", problems) or b""
     reader = LineReader(text)
@@ -140,7 +141,7 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     incomplete = _incomplete(base, problems, marked=state.incomplete)
     called = {record.header.model_call_id for record in records} | {each.call_id for each in problems}
     intents = _intents(base, problems)
-    incomplete += [f"dangling_intent:{call_id}" for call_id in intents if call_id not in called]
+    incomplete += [join_reason(CaptureMark.DANGLING_INTENT, each) for each in intents if each not in called]
     content = hashlib.sha256("\n".join([reader.content(), *incomplete]).encode())
     return Snapshot(
         rollout_id=shown_id(rollout_id),
@@ -252,9 +253,9 @@ def _entry(record: Record, lengths: _Lengths) -> TokenEntry | RecordProblem:
             created_at=header.created_at or 0.0,
         )
     except RecordError as error:
-        return problem("malformed_record", header.model_call_id, error.field, error.message)
+        return problem(ProblemReason.MALFORMED_RECORD, header.model_call_id, error.field, error.message)
     except InvalidRolloutIdError as error:
-        return problem("malformed_record", header.model_call_id, "rollout_id", error.message)
+        return problem(ProblemReason.MALFORMED_RECORD, header.model_call_id, "rollout_id", error.message)
 
 
 def _parent(header: Header) -> Parent | None:
@@ -269,7 +270,7 @@ def _parent(header: Header) -> Parent | None:
     if decision == "root":
         return Root()
     if decision == "unresolved":
-        return Unresolved(header.parent_resolution_reason or "not_said")
+        return Unresolved(header.parent_resolution_reason or UnresolvedReason.NOT_SAID)
     return None
 
 
@@ -331,7 +332,7 @@ def _contradictions(header: Header, entry: TokenEntry) -> list[RecordProblem]:
     if header.cum_len is None or header.cum_len == entry.cum_len:
         return []
     detail = f"must be the length of prompt and generation: got {header.cum_len}, expected {entry.cum_len}"
-    return [problem("malformed_record", header.model_call_id, "cum_len", detail)]
+    return [problem(ProblemReason.MALFORMED_RECORD, header.model_call_id, "cum_len", detail)]
 
 
 def _digest_problems(
@@ -376,7 +377,7 @@ def _digest_problems(
             wrong.append(position)
     return [
         problem(
-            "digest_mismatch",
+            ProblemReason.DIGEST_MISMATCH,
             entries[position].model_call_id,
             "digest",
             f"must be the digest of the call's {entries[position].cum_len} cumulative ids: got {digests[position]!r}",
@@ -420,15 +421,15 @@ def _state(path: str, problems: list[RecordProblem]) -> _State:
     except OSError as error:
         problems.append(_unreadable(path, error))
     except ValueError as error:  # what the parsers and the model raise
-        problems.append(problem("corrupt_state", None, None, f"{os.path.basename(path)}: {error}"))
+        problems.append(problem(ProblemReason.CORRUPT_STATE, None, None, f"{os.path.basename(path)}: {error}"))
     return _NO_STATE
 
 
 def _incomplete(base: str, problems: list[RecordProblem], *, marked: bool) -> list[str]:
     lost = _text_lines(f"{base}{_INCOMPLETE}", problems)
-    reasons = [f"capture_failed:{call_id}" for call_id in lost or () if call_id]
+    reasons = [join_reason(CaptureMark.CAPTURE_FAILED, call_id) for call_id in lost or () if call_id]
     if (marked or lost is not None) and not reasons:
-        reasons.append("capture_failed")
+        reasons.append(CaptureMark.CAPTURE_FAILED)
     return reasons
 
 
@@ -469,7 +470,7 @@ def _content(path: str, problems: list[RecordProblem]) -> bytes | None:
 
 
 def _unreadable(path: str, error: OSError) -> RecordProblem:
-    return problem("unreadable", None, None, f"{os.path.basename(path)}: {error.strerror or error}")
+    return problem(ProblemReason.UNREADABLE, None, None, f"{os.path.basename(path)}: {error.strerror or error}")
 
 
 def _error(header: Header, field: str, message: str) -> RecordError:

@@ -34,6 +34,7 @@ import pyarrow.parquet as pq
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
+from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
 from gym_capture.records import SCHEMA_VERSION, Continues, Root, Snapshot, TokenEntry, Unresolved
 
 Format: TypeAlias = Literal["nemo-gym", "parquet", "jsonl"]
@@ -257,7 +258,7 @@ class _NemoGymFiles:
 
 def _nemo_gym_records(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     index = LineageIndex()
-    mismatched = {p.call_id for p in index.rebuild(snapshot.entries) if p.reason == "digest_mismatch"}
+    mismatched = {p.call_id for p in index.rebuild(snapshot.entries) if p.reason == ProblemReason.DIGEST_MISMATCH}
     for entry in snapshot.entries:
         row = call_row(entry)
         ids = index.cumulative_ids(snapshot.rollout_id, entry.model_call_id)
@@ -291,14 +292,14 @@ def _lost_calls(snapshot: Snapshot) -> tuple[list[str], list[str]]:
     lost: list[str] = []
     dangling: list[str] = []
     for reason in snapshot.incomplete:
-        name, _, call_id = reason.partition(":")
-        if name == "dangling_intent" and _is_a_line(call_id):
+        name, call_id = split_reason(reason)
+        if name == CaptureMark.DANGLING_INTENT and _is_a_line(call_id):
             dangling.append(call_id)
-        elif name == "capture_failed" and _is_a_line(call_id):
+        elif name == CaptureMark.CAPTURE_FAILED and _is_a_line(call_id):
             lost.append(call_id)
         else:
             lost.append(reason)
-    lost += [f"{p.reason}:{p.call_id}" if p.call_id else p.reason for p in snapshot.problems]
+    lost += [join_reason(p.reason, p.call_id) for p in snapshot.problems]
     return [" ".join(_without_lone_surrogates(line).split()) for line in dict.fromkeys(lost)], dangling
 
 

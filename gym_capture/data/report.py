@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gym_capture.builder import reason_name
 from gym_capture.data.groups import RolloutSummary
+from gym_capture.reasons import reason_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO, Final
 import pyarrow as pa
 
 from gym_capture.errors import ConfigError, RecordError
+from gym_capture.reasons import AttemptFailure
 from gym_capture.records import check_rollout_id
 
 _LINE_BYTES: Final = 64 * 2**20
@@ -199,7 +200,7 @@ def _record(found: object) -> dict[str, Any]:
         _check_text("reward_components", name)
     failure = found.get("failure")
     if failure is None and found.get("status") == "failed":
-        failure = found.get("error") or "failed"
+        failure = found.get("error") or AttemptFailure.FAILED
     if failure is not None:
         if not isinstance(failure, str):
             raise TypeError(f"failure must be a string: got {failure!r}")

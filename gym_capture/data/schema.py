@@ -23,6 +23,7 @@ import pyarrow as pa
 
 from gym_capture.builder import BuiltRollout
 from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.reasons import MaskReason
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -212,8 +213,8 @@ def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
 def reward_problems(reward: float | None) -> tuple[str, ...]:
     """Reasons to mask a rollout over its reward; none if it can be used."""
     if reward is None:
-        return ("missing_reward",)
-    return () if math.isfinite(reward) else ("non_finite_reward",)
+        return (MaskReason.MISSING_REWARD,)
+    return () if math.isfinite(reward) else (MaskReason.NON_FINITE_REWARD,)
 
 
 def _sequence(trajectory: Trajectory) -> Row:

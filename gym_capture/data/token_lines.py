@@ -28,6 +28,7 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import IdArray, LogProbArray, RecordProblem
 
 NEWEST_SCHEMA_VERSION: Final = 5
@@ -199,13 +200,13 @@ def read_strictly(line: bytes) -> Record | RecordProblem | None:
     except ValueError as error:
         return _not_json(line, str(error))
     if not isinstance(found, dict):
-        return problem("malformed_record", None, None, f"must be an object: got {type(found).__name__}")
+        return problem(ProblemReason.MALFORMED_RECORD, None, None, f"must be an object: got {type(found).__name__}")
     named = found.get("model_call_id")
     call_id = named if isinstance(named, str) else None
     version = found.get("schema_version")
     if type(version) is int and version > NEWEST_SCHEMA_VERSION:
         detail = f"written by schema version {version}, this reads up to {NEWEST_SCHEMA_VERSION}: upgrade gym-capture"
-        return problem("newer_schema_version", call_id, "schema_version", detail)
+        return problem(ProblemReason.NEWER_SCHEMA_VERSION, call_id, "schema_version", detail)
     field: str | None = None
     try:
         header = _header(found)
@@ -218,9 +219,9 @@ def read_strictly(line: bytes) -> Record | RecordProblem | None:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         field = str(first["loc"][0]) if first["loc"] else None
-        return problem("malformed_record", call_id, field, first["msg"])
+        return problem(ProblemReason.MALFORMED_RECORD, call_id, field, first["msg"])
     except ValueError as error:
-        return problem("malformed_record", call_id, field, f"{field} {error}")
+        return problem(ProblemReason.MALFORMED_RECORD, call_id, field, f"{field} {error}")
     return Record(header, prompt, generation, log_probs)
 
 
@@ -232,7 +233,7 @@ def strict_json(text: bytes) -> Any:
     return jiter.from_json(text, allow_inf_nan=False, catch_duplicate_keys=True)
 
 
-def problem(reason: str, call_id: str | None, field: str | None, detail: str) -> RecordProblem:
+def problem(reason: ProblemReason, call_id: str | None, field: str | None, detail: str) -> RecordProblem:
     return RecordProblem(reason=reason, call_id=call_id or None, field=field, detail=detail)
 
 
@@ -399,14 +400,19 @@ def _not_json(line: bytes, detail: str) -> RecordProblem:
     try:
         found = json.loads(line, object_pairs_hook=_object)
         if not isinstance(found, _Object):
-            return problem("malformed_record", None, None, detail)
+            return problem(ProblemReason.MALFORMED_RECORD, None, None, detail)
         wrong = [name for name in found if name in found.repeated or _is_wrong(found[name])]
     except (ValueError, RecursionError):
         # A writer that died in the middle of a line never ended it; only the last line can be like that.
-        return problem("malformed_record" if line.endswith(b"\n") else "truncated_record", None, None, detail)
+        return problem(
+            ProblemReason.MALFORMED_RECORD if line.endswith(b"\n") else ProblemReason.TRUNCATED_RECORD,
+            None,
+            None,
+            detail,
+        )
     named = found.get("model_call_id")
     known = isinstance(named, str) and named.isascii() and "model_call_id" not in wrong
-    return problem("malformed_record", named if known else None, wrong[0] if wrong else None, detail)
+    return problem(ProblemReason.MALFORMED_RECORD, named if known else None, wrong[0] if wrong else None, detail)
 
 
 def _is_wrong(value: object) -> bool:

@@ -26,6 +26,7 @@ from gym_capture.demo.processes import Household
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
+from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
 from gym_capture.rollouts.harness import ToolLoopOptions
 from gym_capture.rollouts.job import JobOptions, JobSummary
@@ -35,7 +36,7 @@ from gym_capture.serving.state import connect
 
 _CPUS: Final = 8
 _NAMESPACE: Final = "gym-capture-demo"
-_INCOMPLETE: Final = ("incomplete", "unreadable")
+_INCOMPLETE: Final = (*CaptureMark, MaskReason.INCOMPLETE, ProblemReason.UNREADABLE)
 """Names of mask reasons that say: not everything of a rollout was captured."""
 
 

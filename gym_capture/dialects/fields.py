@@ -10,6 +10,7 @@ from typing import Any, Final
 from gym_capture.conversation import Tool
 from gym_capture.dialects.base import json_type
 from gym_capture.errors import InvalidRequestError
+from gym_capture.reasons import RequestRule, join_reason
 
 MAX_COUNT: Final = 2**53
 """Up to here every writer of JSON keeps integers exact."""
@@ -178,7 +179,7 @@ def left_out(kind: object) -> str:
     One of few names, whatever a client sends: they are labels of metrics.
     """
     name = re.sub(r"_\d[\d_]*$", "", kind) if isinstance(kind, str) else ""
-    return f"tool_left_out:{name if name in _VENDOR_TOOLS else 'other'}"
+    return join_reason(RequestRule.TOOL_LEFT_OUT, name if name in _VENDOR_TOOLS else "other")
 
 
 def json_text(value: Mapping[str, Any], param: str) -> str:

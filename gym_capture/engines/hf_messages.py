@@ -5,18 +5,8 @@ it and no further on than the one after it. So what was written of a conversatio
 and a template that has no place for a message still gets its text, by a rule that has a name.
 
 Flow: `Habits`, found out once for a template by probes (`hf_template`) -> `place` gives every message a role and a
-position that the template writes, with the names of the rules that took it -> `to_messages`.
-
-The rules:
-
-    developer_as_system    a developer message is written as a system message
-    system_joined          system messages that begin a conversation are written as one, a blank line between them
-    system_in_user         the system message that begins a conversation is written as the beginning of the first user
-                           message, a blank line between them; if the user does not come first, as a user message
-    late_system_as_user    a system message later on is written as a user message where it stands
-    late_system_in_user    a system message later on is written as the beginning of the user message that follows it, or
-                           else as the end of the one before it, or else as a user message; never across a turn
-    results_in_call_order  results of one turn's calls are written in the order of the calls, not in which they came
+position that the template writes, with the names of the rules that took it (`reasons.TemplateRule` says what each
+does) -> `to_messages`.
 """
 
 from __future__ import annotations
@@ -29,6 +19,7 @@ from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple, TypeAlias
 
 from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult
+from gym_capture.reasons import TemplateRule
 from gym_capture.template import digest_id, nests_too_deep
 
 HfMessage: TypeAlias = dict[str, Any]
@@ -83,7 +74,7 @@ def place(items: Sequence[Item], habits: Habits) -> Placed:
     rest = [] if n_first is None else list(items[n_first:])
     placed: list[Item] = [*_place_first(first, habits, fired)]
     if placed and habits.first_system == "in_user":
-        fired["system_in_user"] = None
+        fired[TemplateRule.SYSTEM_IN_USER] = None
         follows = [rest.pop(0)] if rest and isinstance(rest[0], Message) else []
         placed, rest = [], [_joined("user", [*placed, *follows]), *rest]
     run: list[Message] = []
@@ -101,9 +92,9 @@ def _place_first(messages: Sequence[Message], habits: Habits, fired: dict[str, N
     """The system and developer messages that a conversation begins with."""
     as_system = not habits.first_developer and any(message.role == "developer" for message in messages)
     if as_system:
-        fired["developer_as_system"] = None
+        fired[TemplateRule.DEVELOPER_AS_SYSTEM] = None
     if len(messages) > 1 and (as_system or not habits.several_first or habits.first_system == "in_user"):
-        fired["system_joined"] = None
+        fired[TemplateRule.SYSTEM_JOINED] = None
         return [_joined("system", messages)]
     return [message._replace(role="system") for message in messages] if as_system else messages
 
@@ -114,13 +105,13 @@ def _place_late(run: Sequence[Message], habits: Habits, fired: dict[str, None]) 
     waiting: list[Message] = []
     for message in run:
         if message.role == "developer" and not habits.late_developer:
-            fired["developer_as_system"] = None
+            fired[TemplateRule.DEVELOPER_AS_SYSTEM] = None
             message = message._replace(role="system")
         if message.role == "system" and habits.late_system == "as_user":
-            fired["late_system_as_user"] = None
+            fired[TemplateRule.LATE_SYSTEM_AS_USER] = None
             message = message._replace(role="user")
         if message.role == "system" and habits.late_system == "in_user":
-            fired["late_system_in_user"] = None
+            fired[TemplateRule.LATE_SYSTEM_IN_USER] = None
             waiting.append(message)
         else:
             placed.append(_joined("user", [*waiting, message]) if waiting else message)

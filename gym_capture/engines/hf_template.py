@@ -39,6 +39,7 @@ from gym_capture.conversation import (
 )
 from gym_capture.engines.hf_messages import FirstSystem, Habits, LateSystem, in_call_order, place, to_messages
 from gym_capture.errors import ConfigError
+from gym_capture.reasons import TemplateRule
 from gym_capture.records import IdArray
 from gym_capture.template import Adapted, TemplateError, control_pattern, new_nonce, split_controls
 
@@ -201,7 +202,7 @@ class HfChatTemplate:
 
     def adapt(self, conversation: Conversation) -> Adapted:
         items = conversation.items if self._habits.result_ids else in_call_order(conversation.items)
-        ordered = () if items == conversation.items else ("results_in_call_order",)
+        ordered = () if items == conversation.items else (TemplateRule.RESULTS_IN_CALL_ORDER,)
         return Adapted(conversation._replace(items=items), (*place(items, self._habits).rules, *ordered))
 
     def render(self, conversation: Conversation, *, add_generation_prompt: bool) -> str:

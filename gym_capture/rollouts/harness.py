@@ -20,6 +20,7 @@ import openai
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
 from gym_capture.errors import ConfigError
+from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
 
 _LONGEST_DETAIL: Final = 500
@@ -46,7 +47,7 @@ class Failed:
     """An attempt that gave nothing to score."""
 
     reason: str
-    """A name, e.g. `call_timeout`, `connection`, `server_error`, `refused`."""
+    """An `AttemptFailure`, or a name of the harness's own."""
     detail: str
     n_calls: int = 0
     retryable: bool = True
@@ -104,7 +105,7 @@ class ToolLoop:
             if isinstance(reply, openai.OpenAIError):
                 return _failed(reply, n_calls=call)
             if not reply.choices:
-                return Failed("malformed_reply", "a completion without choices", n_calls=call)
+                return Failed(AttemptFailure.MALFORMED_REPLY, "a completion without choices", n_calls=call)
             message = reply.choices[0].message
             messages.append(_echo(message))
             answer = message.content or ""
@@ -166,19 +167,19 @@ def _echo(message: ChatCompletionMessage) -> dict[str, Any]:
 def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
     detail = str(error)[:_LONGEST_DETAIL]
     if isinstance(error, openai.APITimeoutError):
-        return Failed("call_timeout", detail, n_calls)
+        return Failed(AttemptFailure.CALL_TIMEOUT, detail, n_calls)
     if isinstance(error, openai.APIConnectionError):
-        return Failed("connection", detail, n_calls)
+        return Failed(AttemptFailure.CONNECTION, detail, n_calls)
     if isinstance(error, openai.APIStatusError):
         status = error.status_code
         detail = f"HTTP {status}: {_said(error)}"
         if status >= 500 or status in (408, 409, 429):
-            return Failed("server_error", detail, n_calls)
+            return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
         if status in (401, 403):
-            return Failed("unauthorized", detail, n_calls, retryable=False, ends_job=True)
+            return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
         # 404 is also what a proxy says while its routes change.
-        return Failed("refused", detail, n_calls, retryable=status == 404)
-    return Failed("malformed_reply", detail, n_calls)
+        return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
+    return Failed(AttemptFailure.MALFORMED_REPLY, detail, n_calls)
 
 
 def _said(error: openai.APIStatusError) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from gym_capture.errors import ConfigError, GymCaptureError, InvalidRolloutIdError
+from gym_capture.reasons import AttemptFailure
 from gym_capture.records import check_rollout_id
 from gym_capture.rollouts.environment import Environment, Score, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness
@@ -172,7 +173,7 @@ class RolloutJob:
         (outcome,) = await asyncio.gather(self._timed(rollout), return_exceptions=True)
         if isinstance(outcome, BaseException):
             retryable = outcome.retryable if isinstance(outcome, GymCaptureError) else True
-            return Failed("exception", _described(outcome), retryable=retryable)
+            return Failed(AttemptFailure.EXCEPTION, _described(outcome), retryable=retryable)
         return outcome
 
     async def _timed(self, rollout: Rollout) -> tuple[Completed, Score] | Failed:
@@ -184,7 +185,7 @@ class RolloutJob:
         except TimeoutError:
             if not clock.expired():
                 raise
-            return Failed("rollout_timeout", f"not over after {limit:g} s")
+            return Failed(AttemptFailure.ROLLOUT_TIMEOUT, f"not over after {limit:g} s")
 
     async def _play(self, rollout: Rollout) -> tuple[Completed, Score] | Failed:
         await self.clear(rollout.rollout_id)
@@ -197,7 +198,7 @@ class RolloutJob:
                 return outcome
             score = await environment.score(outcome.answer)
             if not math.isfinite(score.reward):
-                return Failed("bad_reward", f"the environment's reward is {score.reward}", outcome.n_calls)
+                return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {score.reward}", outcome.n_calls)
             return outcome, score
         finally:
             await environment.close()

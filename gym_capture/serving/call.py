@@ -32,6 +32,7 @@ from gym_capture.errors import (
 from gym_capture.fingerprint import Fingerprint
 from gym_capture.output_items import output_items
 from gym_capture.protocols import Resolution, Resolved
+from gym_capture.reasons import CaptureMark, NotSplicedReason, join_reason
 from gym_capture.records import (
     CallIntent,
     Continues,
@@ -68,7 +69,7 @@ class Prompt:
 
     ids: IdArray
     resolution: Resolution
-    not_spliced: str | None = None
+    not_spliced: NotSplicedReason | None = None
     """Why a resolved parent's ids were not supplied."""
     turn_start: int | None = None
     """Where in `ids` the generation prompt begins, where an engine wants to know."""
@@ -208,8 +209,9 @@ class CallInFlight:
     async def _capture_failed(self, error: GymCaptureError, tracked: Tracked) -> None:
         logger.error("capture failed: %s (rollout %s, call %s)", error.message, tracked.rollout_id, self.call_id)
         assert self._state is not None
+        mark = join_reason(CaptureMark.CAPTURE_FAILED, self.call_id)
         try:
-            await self._state.mark_incomplete(tracked.rollout_id, f"capture_failed:{self.call_id}", epoch=tracked.epoch)
+            await self._state.mark_incomplete(tracked.rollout_id, mark, epoch=tracked.epoch)
         except StoreError as second:
             # The intent stays open in the store, which makes the snapshot incomplete by itself.
             logger.error("could not mark the rollout incomplete: %s", second)
@@ -281,10 +283,10 @@ def _starts_with(ids: IdArray, prefix: IdArray) -> bool:
     return ids.size >= prefix.size and bool(np.array_equal(ids[: prefix.size], prefix))
 
 
-def _parent(resolution: Resolution, *, supplied: bool, not_spliced: str | None) -> Parent:
+def _parent(resolution: Resolution, *, supplied: bool, not_spliced: NotSplicedReason | None) -> Parent:
     """What is recorded: a parent only if the engine's own prompt starts with its ids."""
     if isinstance(resolution, Resolved):
         if supplied:
             return Continues(resolution.call_id, int(resolution.cumulative_ids.size))
-        return Unresolved(not_spliced or "prefix_not_kept_by_engine")
+        return Unresolved(not_spliced or NotSplicedReason.PREFIX_NOT_KEPT_BY_ENGINE)
     return resolution

@@ -29,6 +29,7 @@ from gym_capture.errors import (
 )
 from gym_capture.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.protocols import Resolution, Resolved
+from gym_capture.reasons import NotSplicedReason
 from gym_capture.records import (
     CallIntent,
     Root,
@@ -199,10 +200,10 @@ class CallService:
         template, conversation = self._engine.template, request.conversation
         if request.raw_prompt is not None:
             return Prompt(template.encode_plain(request.raw_prompt), Root())
-        not_spliced = None
+        not_spliced: NotSplicedReason | None = None
         if isinstance(resolution, Resolved):
             if not self._prefix_supply:
-                not_spliced = "prefix_supply_off"
+                not_spliced = NotSplicedReason.PREFIX_SUPPLY_OFF
             else:
                 spliced = splice(template, conversation, turn=resolution.turn, parent_ids=resolution.cumulative_ids)
                 if isinstance(spliced, Spliced):

@@ -24,6 +24,7 @@ from gym_capture.errors import GymCaptureError, StaleSnapshotError, StoreError, 
 from gym_capture.imports import load
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.protocols import Resolution, TokenSink, TokenSource
+from gym_capture.reasons import lineage_mark
 from gym_capture.records import CallIntent, TokenEntry
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
@@ -224,8 +225,8 @@ class StateShard:
         if self._metrics is not None:
             self._metrics.observe_put(took_s)
         for problem in await hosted.lineage.add(entry):
-            reason = f"lineage_{problem.reason}:{entry.model_call_id}"
-            await self.mark_incomplete(entry.rollout_id, reason, epoch)
+            mark = lineage_mark(problem.reason, entry.model_call_id)
+            await self.mark_incomplete(entry.rollout_id, mark, epoch)
 
     async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
         hosted = await self._opened()

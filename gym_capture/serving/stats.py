@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from gym_capture.protocols import Resolution, Resolved
+from gym_capture.reasons import UNRESOLVED, join_reason, reason_name
 from gym_capture.records import Root, TokenEntry, Unresolved
 
 CountName: TypeAlias = Literal[
@@ -135,7 +136,7 @@ class Tally:
 
     def marked_incomplete(self, reason: str) -> None:
         """Reasons are counted by name: what they name, a call, is of no end."""
-        self.incomplete[reason.partition(":")[0]] += 1
+        self.incomplete[reason_name(reason)] += 1
 
 
 def outcome(resolution: Resolution) -> str:
@@ -146,4 +147,4 @@ def outcome(resolution: Resolution) -> str:
         case Resolved():
             return "resolved"
         case Unresolved(reason):
-            return f"unresolved:{reason}"
+            return join_reason(UNRESOLVED, reason)

@@ -6,16 +6,13 @@ reading of the others nor goes missing in silence.
 
 from __future__ import annotations
 
-from typing import Final
-
 from gym_capture.codec import join_snapshot
 from gym_capture.errors import CorruptLogError
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import RecordProblem, Snapshot
 from gym_capture.rollout_state import FrozenFacts
 from gym_capture.stores.frames import Frame, read_frame
 from gym_capture.stores.segments import Location, SegmentReader
-
-CORRUPT_LOG: Final = "corrupt_log"
 
 
 def read_snapshot(
@@ -31,7 +28,7 @@ def read_snapshot(
             continue
         problems.append(
             RecordProblem(
-                reason=CORRUPT_LOG,
+                reason=ProblemReason.CORRUPT_LOG,
                 call_id=call_id,
                 field=None,
                 detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",

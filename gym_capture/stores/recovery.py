@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import RecordProblem
 from gym_capture.rollout_state import Event, ProblemFound, Retired
 from gym_capture.stores.frames import Damage, RecordType
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.log_records import draft_of, event_of
-from gym_capture.stores.reading import CORRUPT_LOG
 from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Location, SegmentWriter
 
@@ -150,7 +150,7 @@ def _masking(damages: list[tuple[int, Damage]], floors: dict[int, int], index: L
     """The events that say in the log what the damage may have cost."""
     for number, damage in damages:
         problem = RecordProblem(
-            reason=CORRUPT_LOG,
+            reason=ProblemReason.CORRUPT_LOG,
             call_id=damage.call_id or None,
             field=None,
             detail=f"bytes {damage.start} to {damage.end} of segment {number} cannot be read",

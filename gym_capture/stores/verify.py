@@ -19,11 +19,11 @@ from typing import Final
 
 from gym_capture.codec import decode_or_problem
 from gym_capture.errors import CorruptLogError, SchemaVersionError, StoreUnavailableError
+from gym_capture.reasons import ProblemReason
 from gym_capture.records import RecordProblem
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.inspect import scan
 from gym_capture.stores.log_records import event_of
-from gym_capture.stores.reading import CORRUPT_LOG
 from gym_capture.stores.replay import Segment, read_segment
 from gym_capture.stores.segments import segment_numbers, segment_path
 
@@ -167,5 +167,6 @@ def _masked(directory: Path, findings: list[Finding]) -> tuple[str, ...]:
     # Whom the damage in a log of a newer version masks, the newer version knows.
     if kinds & {"corrupt", "lost_header"} and "newer_version" not in kinds:
         with suppress(CorruptLogError):  # of an unreadable record, which is among the findings
-            masked |= {rollout.rollout_id for rollout in scan(directory).rollouts if CORRUPT_LOG in rollout.problems}
+            rollouts = scan(directory).rollouts
+            masked |= {each.rollout_id for each in rollouts if ProblemReason.CORRUPT_LOG in each.problems}
     return tuple(sorted(rollout_id for rollout_id in masked if rollout_id is not None))

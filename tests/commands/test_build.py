@@ -97,6 +97,18 @@ def test_all_chains_and_single_requests(captures: Path, tmp_path: Path) -> None:
     assert [row["call_ids"] for row in pq.read_table(tmp_path / "each").to_pylist()] == [["a"], ["b"], ["s"]] * 2
 
 
+def test_who_is_shown_reasons_is_told_where_they_are_explained(
+    captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gym_capture("build", captures, "--out", tmp_path / "sound") == 0
+    assert "explain" not in capsys.readouterr().err
+    (captures / "r1.tokens.intents").write_text("x\n", encoding="utf-8")
+    assert gym_capture("build", captures, "--out", tmp_path / "masked") == 0
+    shown = capsys.readouterr()
+    assert "masked: dangling_intent" in shown.out
+    assert "`gym-capture explain REASON` says what" in shown.err
+
+
 def test_a_rollout_without_a_usable_record_has_a_row(captures: Path, tmp_path: Path) -> None:
     (captures / "r1.tokens.jsonl").write_bytes(b"{\n")
     (captures / "r3.tokens.intents").write_text("x\n", encoding="utf-8")

@@ -88,3 +88,4 @@ def test_rollouts_whose_records_are_wrong_are_named_with_what_is(
     assert built.exit_code == 1
     assert "a: " in built.stderr
     assert "... and 2 more: `details` in _report.json" in built.stderr
+    assert "`gym-capture explain REASON` says what" in built.stderr

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from gym_capture.builder import BuiltRollout, build, reason_name
-from gym_capture.records import DANGLING_INTENT, Continues, Root, Snapshot, TokenEntry
+from gym_capture.builder import BuiltRollout, build
+from gym_capture.reasons import CaptureMark, reason_name, split_reason
+from gym_capture.records import Continues, Root, Snapshot, TokenEntry
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.replay import read_segments
@@ -95,7 +96,7 @@ def audit(log: Log, ledger: Ledger, voice: Voice) -> Findings:
         found.inexact += _inexact(played, built, snapshot)
         if played.is_calm and built.masked:
             found.inexact.append(f"{played.rollout_id} is masked although nothing happened to it: {built.mask_reasons}")
-        elif played.got_all and set(map(reason_name, built.mask_reasons)) == {DANGLING_INTENT}:
+        elif played.got_all and set(map(reason_name, built.mask_reasons)) == {CaptureMark.DANGLING_INTENT}:
             found.inexact.append(f"{played.rollout_id} is masked although nothing was lost: {built.mask_reasons}")
     return found
 
@@ -132,7 +133,7 @@ def _differences(turn: Turn, entry: TokenEntry, voice: Voice) -> Iterator[str]:
 
 def _without_a_trace(played: Played, entries: dict[str, TokenEntry], snapshot: Snapshot) -> Iterator[str]:
     """Calls that began to answer, and of which the log does not say what became."""
-    incomplete = {reason.partition(":")[2] for reason in snapshot.incomplete}
+    incomplete = {split_reason(reason)[1] for reason in snapshot.incomplete}
     for call_id in played.cut_off:
         if call_id not in entries and call_id not in incomplete:
             yield f"{call_id} of {played.rollout_id}, which began to answer and left no mark"

@@ -11,10 +11,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gym_capture.builder import build, reason_name
+from gym_capture.builder import build
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import RetiredRolloutError
+from gym_capture.reasons import reason_name
 from gym_capture.records import Continues
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore

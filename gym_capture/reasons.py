@@ -1,0 +1,496 @@
+"""Every name that says why something was not trained, not continued or not taken to the letter.
+
+Invariant: a name that this package writes is here, with what it means and what one does about it, and stands nowhere
+else in code. Names and their written forms are what is on disk, so they never change; a name that others wrote, in
+files for NeMo Gym say, is data and is shown as it stands.
+
+Flow: code takes a member (`MaskReason.NO_CALLS`) -> `join_reason` writes what it is about behind it, the id of a call
+and a field for instance -> reports count by `reason_name` -> `gym-capture explain` and docs/reasons.md say the rest.
+
+A new reason is a new member of its kind; `make reasons-table` writes the docs.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Final, NamedTuple, Self
+
+_SEPARATOR: Final = ":"
+
+
+class Reason(StrEnum):
+    """A name with its two sentences. Text in every way: compared, hashed, shown and pickled as its plain name."""
+
+    means: str
+    what_to_do: str
+
+    def __new__(cls, name: str, means: str, what_to_do: str = "Nothing.") -> Self:
+        member = str.__new__(cls, name)
+        member._value_ = name
+        member.means = means
+        member.what_to_do = what_to_do
+        return member
+
+    # The id of a snapshot is made of what is printed of its problems, be they fresh or read back as text.
+    __repr__ = str.__repr__
+
+    def __reduce_ex__(self, protocol: object) -> tuple[type[str], tuple[str]]:
+        return str, (self.value,)
+
+
+class CaptureMark(Reason):
+    """What the capture of a rollout lacks."""
+
+    DANGLING_INTENT = (
+        "dangling_intent",
+        "A call was begun, and there is neither a record of it nor a word that it was refused: it was lost.",
+        "Look for a replica that died or was killed at that time, and play the rollout again.",
+    )
+    CAPTURE_FAILED = (
+        "capture_failed",
+        "A reply was served whose record could not be made or written.",
+        "The graph's log names the error and the call: a full disk, a lost state actor, or an engine that reported ids "
+        "or log probabilities amiss. Mend that and play the rollout again.",
+    )
+    LINEAGE_CONFLICTING_CALL_ID = (
+        "lineage_conflicting_call_id",
+        "A record is durable, and lineage already has another one of the same call.",
+        "Nothing of this graph sends a call twice: look for a second writer of the same records.",
+    )
+    LINEAGE_DIGEST_MISMATCH = (
+        "lineage_digest_mismatch",
+        "A record is durable, and its digest is not that of its ids.",
+        "The record was changed on its way from engine to state: look for failing memory, and play the rollout again.",
+    )
+    LINEAGE_PARENT_MISSING = (
+        "lineage_parent_missing",
+        "A record is durable that was stored without its parent's ids, and lineage does not know the parent.",
+        "With a store of your own, run `gym-capture conformance` on it: it lost a record. Else report it.",
+    )
+    LINEAGE_PARENT_LENGTH = (
+        "lineage_parent_length",
+        "A record is durable that was stored without its parent's ids, and the parent has another length than it says.",
+        "With a store of your own, run `gym-capture conformance` on it: it mixes records up. Else report it.",
+    )
+
+
+class ProblemReason(Reason):
+    """What is wrong with the records of a rollout: `RecordProblem.reason`."""
+
+    MALFORMED_RECORD = (
+        "malformed_record",
+        "A record is not well-formed, or contradicts itself; the field says where.",
+        "`details` of the build's report says what is wrong. Mend the writer and play the rollout again.",
+    )
+    TRUNCATED_RECORD = (
+        "truncated_record",
+        "The last line of a token file was never finished: its writer died, or is still writing.",
+        "Build when the rollout is over; if its writer died, play it again.",
+    )
+    NEWER_SCHEMA_VERSION = (
+        "newer_schema_version",
+        "A record in a token file has a newer schema version than this one reads.",
+        "Upgrade gym-capture.",
+    )
+    CONFLICTING_CALL_ID = (
+        "conflicting_call_id",
+        "One call has several records that say different things.",
+        "Give each call an id of its own, and let one writer write it. If a rollout is played again under its id, "
+        "clear it first.",
+    )
+    DIGEST_MISMATCH = (
+        "digest_mismatch",
+        "The ids of a call are not those that its digest was taken of.",
+        "The records were changed or damaged after they were written: get the original files, or play it again.",
+    )
+    INVALID_ROLLOUT_ID = (
+        "invalid_rollout_id",
+        "The files are of a rollout id that is not allowed.",
+        "Use 1 to 128 of A-Z a-z 0-9 _ . - in rollout ids.",
+    )
+    CORRUPT_STATE = (
+        "corrupt_state",
+        "The file `.tokens.state.json` of the rollout is not what its writer makes.",
+        "`details` of the build's report says why. Export the rollout again, or get the original file.",
+    )
+    CORRUPT_LOG = (
+        "corrupt_log",
+        "A part of the log is damaged that holds, or may hold, a record of the rollout.",
+        "`gym-capture records verify` says where. Check the disk, and play the rollout again.",
+    )
+    UNREADABLE = (
+        "unreadable",
+        "The rollout's records are there, and reading them failed.",
+        "`details` of the build's report says what the system said, e.g. a missing permission. Mend it, build again.",
+    )
+    BUILD_FAILED = (
+        "build_failed",
+        "Building the rollout raised an error that nobody expected of any record.",
+        "`details` of the build's report has it. That is a bug: report it, with the records if you can.",
+    )
+    WORKER_DIED = (
+        "worker_died",
+        "Worker after worker died while it built this rollout, most likely for want of memory.",
+        "Give workers more memory, or run fewer on a node (`--workers`, `--worker-cpus`), and build again.",
+    )
+    PARENT_MISSING = ("parent_missing", "Lineage says so of what is marked `lineage_parent_missing`.", "See there.")
+    PARENT_LENGTH = ("parent_length", "Lineage says so of what is marked `lineage_parent_length`.", "See there.")
+
+
+class MaskReason(Reason):
+    """What a build finds against a rollout whose records can be read."""
+
+    NO_CALLS = (
+        "no_calls",
+        "Nothing is recorded of the rollout.",
+        "Check that the agent's base URL names this rollout id, and that records and rollouts are of the same job.",
+    )
+    ALL_SIDE_CALLS = (
+        "all_side_calls",
+        "Every call of the rollout is a side call.",
+        "Check the patterns for side models (`--side-model`), and what model the agent asks for.",
+    )
+    NO_TRAINABLE_TOKENS = (
+        "no_trainable_tokens",
+        "There are calls, and none of their generated ids can be trained.",
+        "`excluded_tokens` says why not; if it is empty, nothing was generated.",
+    )
+    UNRESOLVED_RETRIES = (
+        "unresolved_retries",
+        "A request was sent several times, and nothing shows which of the replies the agent went on with.",
+        "Two identical requests count as tries of one. Have the agent send a request once, or go on from the reply.",
+    )
+    FOREIGN_RECORD = (
+        "foreign_record",
+        "A record of another rollout is among those of this one.",
+        "Look at how the files were named or copied: each rollout has its own.",
+    )
+    ABSENT_PARENT = (
+        "absent_parent",
+        "A call names a parent of which there is no record.",
+        "Records are missing: bring all of the rollout's files, or play it again.",
+    )
+    FOREIGN_PARENT = (
+        "foreign_parent",
+        "A call names a parent whose record is of another rollout.",
+        "Look at how the files were named or copied: each rollout has its own.",
+    )
+    CONFLICTING_PARENT = (
+        "conflicting_parent",
+        "A call names a parent that has several records with different contents.",
+        "Find the second writer of the parent, see `conflicting_call_id`.",
+    )
+    PARENT_CYCLE = (
+        "parent_cycle",
+        "Calls name each other as parents in a circle.",
+        "The writer of these records is wrong: no call can continue itself.",
+    )
+    PARENT_MISMATCH = (
+        "parent_mismatch",
+        "A call's prompt does not start with the ids of the parent that it names.",
+        "The writer claims what the engine did not do: records of this graph are checked before they are written.",
+    )
+    AMBIGUOUS_PARENT = (
+        "ambiguous_parent",
+        "A call names no parent, and its prompt starts with the ids of several that could be.",
+        "Use a writer that records parents, as this graph does.",
+    )
+    OUT_OF_VOCABULARY = (
+        "out_of_vocabulary",
+        "An id is not below the size of the vocabulary that the build was given.",
+        "Check `--vocab-size`, and that the records are of this model.",
+    )
+    MISALIGNED_ROWS = (
+        "misaligned_rows",
+        "Routed experts or a sampling mask do not have a row for each id.",
+        "The engine or its plugin reports too few rows: mend it, or record without them.",
+    )
+    UNEVEN_ROWS = (
+        "uneven_rows",
+        "Calls of one trajectory differ in routed experts or sampling mask: one has none, or of another shape.",
+        "Record them for all calls or for none.",
+    )
+    MISSING_REWARD = ("missing_reward", "The rollout has no reward.", "Give it one in the file of rollouts.")
+    NON_FINITE_REWARD = ("non_finite_reward", "The reward is infinite or no number.", "Mend the scoring.")
+    INCOMPLETE = (
+        "incomplete",
+        "The rollout did not come to its end; what follows the name says why.",
+        "`gym-capture explain` knows the failures of this package's rollout jobs; others are the agent's own.",
+    )
+
+
+class ExcludedReason(Reason):
+    """Why generated ids are trained nowhere, although the rollout need not be masked."""
+
+    EMPTY_GENERATION = ("empty_generation", "The call generated nothing.")
+    ABORTED = (
+        "aborted",
+        "The call was cut off: its client left, or its replica had to go. What it would have become is not known.",
+        "If there are many, give clients longer timeouts, and replicas longer to drain.",
+    )
+    FAILED = ("failed", "The engine ended the call with an error.", "Look into the engine's log.")
+    SIDE_CALL = (
+        "side_call",
+        "The call is no part of the task: a quota probe, a title, another model's errand.",
+        "Nothing; if it is one of the task, look at the rules for side calls (`--side-model`, `--no-calibrate`).",
+    )
+    RETRY_ORPHAN = (
+        "retry_orphan",
+        "The same request was sent again, and the agent went on with another reply than this one.",
+        "Nothing; if there are many, clients give up too early.",
+    )
+    NOT_MAIN_CHAIN = (
+        "not_main_chain",
+        "The call belongs to another chain than the one that generated most.",
+        "Deliver all chains (`--delivery all_chains`) if sub-agents and earlier histories are to be trained, too.",
+    )
+    UNPLACED_PARENT = (
+        "unplaced_parent",
+        "The call continues one that has no proven place, so what was before it is not known.",
+        "See what masks the rollout.",
+    )
+    LOST_TRY = ("lost_try", "A call was lost, and a retry of it was answered: nothing that the agent used is missing.")
+
+
+class UnresolvedReason(Reason):
+    """Why no parent was found for a request that echoes assistant turns: a call begins a chain of its own."""
+
+    UNKNOWN_ROLLOUT = (
+        "unknown_rollout",
+        "The request echoes assistant turns, and no call of its rollout is recorded.",
+        "Nothing, if the agent begins with examples. Else send all its calls to one rollout id, and clear it before.",
+    )
+    AMBIGUOUS = (
+        "ambiguous",
+        "Several calls generated the turn that the request goes on from, with different ids.",
+        "Have the agent send a request once: a retry whose first reply may have arrived leaves two.",
+    )
+    NO_MATCH = (
+        "no_match",
+        "No recorded call generated any of the turns that the request echoes, after what stands before them.",
+        "Look whether the agent edits or compacts its history, changes its tools, or echoes another model.",
+    )
+    REWRITTEN_TURN = (
+        "rewritten_turn",
+        "A call was asked for a turn right there, and generated another than the one that the request echoes.",
+        "The client rewrites what the policy said: docs/clients.md says what is forgiven and what clients do.",
+    )
+    NOT_SAID = ("not_said", "A file for NeMo Gym says that the parent is unresolved, and not why.", "Ask its writer.")
+
+
+class NotSplicedReason(Reason):
+    """Why a parent that was found was not continued: the whole conversation was rendered, as any server would."""
+
+    TEMPLATE_REFUSES = (
+        "template_refuses",
+        "The chat template raises an error on the conversation with marks in it.",
+        "`gym-capture audit-template` shows which shapes of turns it refuses; another template of the model may do.",
+    )
+    TURN_LOST = (
+        "turn_lost",
+        "The chat template does not write the parent's turn, or only a part of it.",
+        "See `gym-capture audit-template`; a template for training writes what was said.",
+    )
+    TURN_REPEATED = (
+        "turn_repeated",
+        "The chat template writes the parent's turn more than once.",
+        "See `gym-capture audit-template`; use another template.",
+    )
+    NEW_ITEM_LOST = (
+        "new_item_lost",
+        "The chat template does not write a message or a tool result that came after the parent's turn.",
+        "See `gym-capture audit-template`; use a template that writes tool results.",
+    )
+    NEW_ITEM_MOVED = (
+        "new_item_moved",
+        "The chat template writes something that came after the parent's turn before it.",
+        "Have the agent send no system messages later on, or use a template that leaves them where they stand.",
+    )
+    OLD_ITEM_MOVED = (
+        "old_item_moved",
+        "The chat template writes something that came before the parent's turn, or the tools, after it.",
+        "Use a template that does not move the tools or the first messages to the end.",
+    )
+    CLOSE_UNKNOWN = (
+        "close_unknown",
+        "The parent's ids end in a way that cannot be matched with how the template closes a turn.",
+        "Check that the engine's stop tokens are those of the template.",
+    )
+    TAIL_DIFFERS = (
+        "tail_differs",
+        "With marks in the texts the template writes something else after the turn than without.",
+        "The template looks into texts: use one that does not.",
+    )
+    PREFIX_SUPPLY_OFF = (
+        "prefix_supply_off",
+        "The graph does not supply prefixes.",
+        "Set `prefix_supply: true`, unless you compare.",
+    )
+    PREFIX_NOT_KEPT_BY_ENGINE = (
+        "prefix_not_kept_by_engine",
+        "The engine was given the parent's ids, and the prompt that it reports does not start with them.",
+        "Look for an engine setting or a plugin that truncates or rewrites prompts.",
+    )
+
+
+class AuditReason(Reason):
+    """What a dry run of the splice finds although it was not refused. A graph never gets to record it."""
+
+    PREFIX_LOST = (
+        "prefix_lost",
+        "The spliced prompt does not start with the parent's ids.",
+        "That is a bug of the splice: report it, with the template.",
+    )
+    NOT_EQUAL = (
+        "not_equal",
+        "The template writes the turn just as it was sampled, and the spliced prompt is not the rendered one.",
+        "That is a hole of the splice: report it, with the template.",
+    )
+
+
+class TemplateRule(Reason):
+    """How a message is written that the chat template has no place for."""
+
+    DEVELOPER_AS_SYSTEM = ("developer_as_system", "A developer message is written as a system message.")
+    SYSTEM_JOINED = (
+        "system_joined",
+        "The messages that begin a conversation are written as one, a blank line between.",
+    )
+    SYSTEM_IN_USER = (
+        "system_in_user",
+        "The system message is written as the beginning of the first user message, a blank line between them; if the "
+        "user does not come first, as a user message.",
+    )
+    LATE_SYSTEM_AS_USER = (
+        "late_system_as_user",
+        "A later system message is written as a user message where it stands.",
+    )
+    LATE_SYSTEM_IN_USER = (
+        "late_system_in_user",
+        "A later system message is joined to the user message behind it, else before it, in its turn; else it is one.",
+    )
+    RESULTS_IN_CALL_ORDER = (
+        "results_in_call_order",
+        "Tool results are written in the order of the calls, not in which they came: the template has no ids to tell "
+        "them apart by.",
+    )
+
+
+class RequestRule(Reason):
+    """How else a request was not taken to the letter. Further names are those of a graph's own normalization rules."""
+
+    BILLING_HEADER = ("billing_header", "Lineage left out Claude Code's billing line, another one in every request.")
+    CURRENT_DATE = (
+        "current_date",
+        "Lineage left out the date of today in a system text: a rollout may run past midnight.",
+        "Nothing; within a group, dates make first prompts differ, so take them out if your trainer groups by prompt.",
+    )
+    STOP_STRING_PUT_BACK = (
+        "stop_string_put_back",
+        "The client put back the stop string that ended the parent's turn; the policy did sample it.",
+    )
+    TOOL_LEFT_OUT = (
+        "tool_left_out",
+        "A tool that only its vendor's servers run was not offered to the policy; its type follows the name.",
+        "Turn it off in the agent if the task needs it: nobody here can run it.",
+    )
+
+
+class AttemptFailure(Reason):
+    """Why an attempt of a rollout job gave nothing to score."""
+
+    CALL_TIMEOUT = (
+        "call_timeout",
+        "A model call did not end in the time that the harness gives it.",
+        "Give it longer (`--call-timeout-s`), lower `--concurrency`, or add engines (docs/scaling.md).",
+    )
+    CONNECTION = ("connection", "A call could not connect, or lost its connection.", "Check `serve run` and the URL.")
+    SERVER_ERROR = (
+        "server_error",
+        "The server answered that it cannot answer now (5xx, 408, 409, 429).",
+        "It was tried again; look into the graph's log if that did not help.",
+    )
+    UNAUTHORIZED = ("unauthorized", "The server does not admit the calls: the job ends.", "Pass its `--secret-file`.")
+    REFUSED = ("refused", "The server refused a request (4xx), e.g. as too long.", "`detail` has the server's words.")
+    MALFORMED_REPLY = (
+        "malformed_reply",
+        "The reply was no completion.",
+        "Check that the URL is a gym-capture graph's.",
+    )
+    EXCEPTION = ("exception", "The agent or its environment raised an error.", "`detail` says what and where.")
+    ROLLOUT_TIMEOUT = (
+        "rollout_timeout",
+        "The rollout was not over in the time that the job gives it.",
+        "Give it longer (`--rollout-timeout-s`), or find out what the agent waits for.",
+    )
+    BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
+    FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")
+
+
+class LeftOutReason(Reason):
+    """Why a training step left a whole rollout out."""
+
+    MASKED = ("masked", "The rollout is masked.", "`mask_reasons` of its row say why.")
+    TRUNCATED = (
+        "truncated",
+        "The rollout ended at a length limit, and the step leaves such rollouts out.",
+        "Give the agent a higher limit, or train without overlong filtering.",
+    )
+    NO_ADVANTAGE = ("no_advantage", "The rollout has no advantage.", "Build with groups and rewards.")
+    NO_TRAINED_TOKENS = (
+        "no_trained_tokens",
+        "None of its tokens has a loss and a finite log probability.",
+        "Look at the rollout's `excluded_tokens`.",
+    )
+
+
+class Kind(NamedTuple):
+    """Reasons that are found in one place."""
+
+    key: str
+    title: str
+    where: str
+    """Where a user meets them."""
+    reasons: type[Reason]
+
+
+UNRESOLVED: Final = "unresolved"
+"""Written before an `UnresolvedReason` where outcomes are counted."""
+
+KINDS: Final[tuple[Kind, ...]] = (
+    Kind("capture", "Capture", "`mask_reasons`, `records list`, `/stats` (`incomplete`)", CaptureMark),
+    Kind("records", "Records", "`mask_reasons`, `records list` (`problems`)", ProblemReason),
+    Kind("mask", "Building", "`mask_reasons`; of calls that have no place also `excluded_tokens`", MaskReason),
+    Kind("excluded", "Ids that are not trained", "`excluded_tokens`", ExcludedReason),
+    Kind(UNRESOLVED, "Unresolved parents", "a record's `parent`, `/stats` (`resolutions`)", UnresolvedReason),
+    Kind("not_spliced", "Parents that were not continued", "a record's `parent`, `audit-template`", NotSplicedReason),
+    Kind("audit", "Holes of the splice", "`audit-template`", AuditReason),
+    Kind("template_rule", "Rules for messages", "a record's `normalized`, `/stats` (`rules`)", TemplateRule),
+    Kind("request_rule", "Rules for requests", "a record's `normalized`, `/stats` (`rules`)", RequestRule),
+    Kind("attempt", "Failed attempts", "`rollouts.jsonl`, `mask_reasons` (behind `incomplete`)", AttemptFailure),
+    Kind("left_out", "Rollouts that a step left out", "`train-step` (`left out`)", LeftOutReason),
+)
+
+
+# --- as they are written ---------------------------------------------------------------------------------------------
+
+
+def join_reason(name: str, *about: str | None) -> str:
+    """A reason as it is written: its name, then what it is about, as far as that is known."""
+    return _SEPARATOR.join(part for part in (name, *about) if part)
+
+
+def split_reason(reason: str) -> tuple[str, str]:
+    """The name, and what it is about: empty, or the rest, whatever is in it."""
+    name, _, about = reason.partition(_SEPARATOR)
+    return name, about
+
+
+def reason_name(reason: str) -> str:
+    """The name, by which reasons are counted: what they are about is of no end."""
+    return split_reason(reason)[0]
+
+
+def lineage_mark(problem: str, call_id: str) -> str:
+    """The mark of a record that is durable and that the lineage index would not take, for the reason `problem`."""
+    return join_reason(f"lineage_{problem}", call_id)
