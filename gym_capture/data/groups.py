@@ -83,10 +83,9 @@ def build_group(
         with pa.ipc.new_stream(file, SCHEMA) as writer:
             spool = _Spool(writer, options)
             for request in requests:
-                instead = partial(_rows_of, request, options)
-                spool.add(
-                    built_or_masked(request.rollout_id, partial(_built, instead, freeze, request.rollout_id), instead)
-                )
+                rows_of = partial(_rows_of, request, options)
+                make = partial(_built, rows_of, freeze, request.rollout_id)
+                spool.add(built_or_masked(request.rollout_id, make, rows_of))
             spool.write()
         on_built()
         advantages = group_advantages(

@@ -7,7 +7,6 @@ import io
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -141,7 +140,7 @@ def test_a_large_rollout_does_not_wait_for_the_next_one(monkeypatch: pytest.Monk
     with pa.ipc.new_stream(io.BytesIO(), SCHEMA) as writer:
         spool = groups._Spool(writer, BuildOptions())
         for name, turns, n_written in (("r1", 1, 0), ("r2", 9, 2), ("r3", 1, 2)):
-            spool.add(groups._rows_of(request(name), partial(snapshot, turns=turns), BuildOptions()))
+            spool.add(groups._rows_of(request(name), BuildOptions(), snapshot(name, turns=turns)))
             assert len(spool.batches) == n_written
 
 
