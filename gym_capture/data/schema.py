@@ -21,13 +21,15 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gym_capture.builder import BuiltRollout
+from gym_capture.builder import BuiltRollout, reason_name
 from gym_capture.errors import RecordError, SchemaVersionError
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
 
 TRAJECTORY_SCHEMA_VERSION: Final = 1
+
+_MOST_REPEATED_REASONS: Final = 1_000_000
 
 VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
 
@@ -96,7 +98,8 @@ def rows(
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
 
-    `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed.
+    `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed. Where
+    thousands of trajectories would repeat thousands of reasons, those behind the first have their names only.
     """
     counts = built.counts
     shared: Row = {
@@ -122,7 +125,11 @@ def rows(
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]
-    return [_sequence(trajectory) | shared for trajectory in built.trajectories]
+    first, *others = [_sequence(trajectory) for trajectory in built.trajectories]
+    repeated = shared
+    if len(others) * len(shared["mask_reasons"]) > _MOST_REPEATED_REASONS:
+        repeated = shared | {"mask_reasons": sorted(set(map(reason_name, shared["mask_reasons"])))}
+    return [first | shared, *(each | repeated for each in others)]
 
 
 def to_table(table_rows: Sequence[Row]) -> pa.Table:
