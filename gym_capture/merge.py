@@ -75,8 +75,12 @@ def _distinct(records: Sequence[TokenEntry]) -> list[TokenEntry]:
     if len(records) == 1:
         return [records[0]]
     distinct: list[TokenEntry] = []
+    alike: dict[tuple[bytes, bytes], list[TokenEntry]] = {}  # one call may come in thousands of contents
     for record in sorted(records, key=lambda record: (record.prompt_offset, record.created_at)):
-        if not any(_same_content(known, record) for known in distinct):
+        generated = (record.generation_token_ids.tobytes(), (record.generation_log_probs + 0.0).tobytes())
+        known = alike.setdefault(generated, [])
+        if not any(_same_content(each, record) for each in known):
+            known.append(record)
             distinct.append(record)
     if len(distinct) == 1:
         # Whether the reply arrived is learned after the record was made.

@@ -10,7 +10,8 @@ For a rollout with reward r in a group whose unmasked rewards have mean m and st
     population_std    (r - m) / (s + 1e-6),  s over n
     sample_std        (r - m) / (s + 1e-6),  s over n - 1
 
-A group with one unmasked rollout has nothing to compare it with: its advantage is 0. Whatever the rewards, nothing
+A group with one unmasked rollout has nothing to compare it with: its advantage is 0, as are those of a group whose
+rewards are all the same. Whatever the rewards, nothing
 overflows on the way; an advantage without a scale that a float32 cannot hold is cut to the largest one that it can.
 """
 
@@ -59,15 +60,22 @@ def group_advantages(
     if not kept_N.any():
         return advantage_N
     reward_K = reward_N[kept_N]
-    # In each group, rewards are brought down to [-1, 1] by a power of two, which loses no digit: squares stay in range.
-    _, group_K = np.unique(np.asarray(groups, dtype=np.str_)[kept_N], return_inverse=True)
+    # Not numpy's own way, whose text is as wide as the widest one and has no NUL at its end.
+    numbers: dict[str, int] = {}
+    group_N = np.array([numbers.setdefault(group, len(numbers)) for group in groups])
+    _, group_K = np.unique(group_N[kept_N], return_inverse=True)
     count_G = np.bincount(group_K)
+    # In each group, rewards are brought down to [-1, 1] by a power of two, which loses no digit: squares stay in range.
     largest_G = np.zeros(count_G.shape)
     np.maximum.at(largest_G, group_K, np.abs(reward_K))
     exponent_G = np.maximum(np.frexp(largest_G)[1], 0)
     reward_K = np.ldexp(reward_K, -exponent_G[group_K])
     centered_K = reward_K - (np.bincount(group_K, weights=reward_K) / count_G)[group_K]
-    centered_K[(count_G == 1)[group_K]] = 0.0
+    # Large rewards that are all the same differ from their mean by its rounding, and from nothing else.
+    some_G = np.zeros(count_G.shape)
+    some_G[group_K] = reward_K
+    differs_G = np.bincount(group_K, weights=reward_K != some_G[group_K]) > 0
+    centered_K[~differs_G[group_K]] = 0.0
     if scale == "none":
         with np.errstate(over="ignore"):
             centered_K = np.clip(np.ldexp(centered_K, exponent_G[group_K]), -_LARGEST, _LARGEST)

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from gym_capture.builder import BuiltRollout
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.reasons import MaskReason
+from gym_capture.reasons import MaskReason, reason_name
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -31,6 +31,7 @@ Row: TypeAlias = dict[str, Any]
 TRAJECTORY_SCHEMA_VERSION: Final = 1
 
 _BYTES_PER_ID: Final = 4 + 1 + 4  # its id, its mask and its log probability
+_MOST_REPEATED_REASONS: Final = 1_000_000
 
 VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
 
@@ -99,7 +100,8 @@ def rows(
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
 
-    `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed.
+    `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed. Where
+    thousands of trajectories would repeat thousands of reasons, those behind the first have their names only.
     """
     counts = built.counts
     shared: Row = {
@@ -125,7 +127,11 @@ def rows(
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]
-    return [_sequence(trajectory) | shared for trajectory in built.trajectories]
+    first, *others = [_sequence(trajectory) for trajectory in built.trajectories]
+    repeated = shared
+    if len(others) * len(shared["mask_reasons"]) > _MOST_REPEATED_REASONS:
+        repeated = shared | {"mask_reasons": sorted(set(map(reason_name, shared["mask_reasons"])))}
+    return [first | shared, *(each | repeated for each in others)]
 
 
 def to_table(table_rows: Sequence[Row]) -> pa.Table:

@@ -93,6 +93,18 @@ def test_equal_rewards_give_nothing_to_learn(scale: Scale) -> None:
     assert of([("g", 0.1, False)] * 3, scale) == pytest.approx([0.0] * 3, abs=1e-9)
 
 
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("size", [3, 5, 6, 7])
+def test_equal_rewards_give_nothing_to_learn_however_large_they_are(scale: Scale, size: int) -> None:
+    for reward in (8.379388607443317e18, 1e12 + 0.1, -1.7e308, 5e-324):
+        assert of([("g", reward, False)] * size, scale) == [0.0] * size
+
+
+def test_groups_are_told_apart_to_the_character() -> None:
+    names = ["g", "g\0", "g" * 2**20]
+    assert of([(name, float(number), False) for number, name in enumerate(names)], "none") == [0.0, 0.0, 0.0]
+
+
 @given(rollouts=ROLLOUTS, scale=st.sampled_from(SCALES))
 def test_finite_and_centered_in_every_group(rollouts: list[tuple[str, float, bool]], scale: Scale) -> None:
     advantages = of(rollouts, scale)

@@ -18,7 +18,9 @@ from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data import schema
 from gym_capture.data.schema import SCHEMA, check_schema, read_tensor, rows, to_table, with_advantages
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.records import Root, Snapshot, TokenEntry
+from gym_capture.records import Continues, Root, Snapshot, TokenEntry
+from tests.calls import ALL_CHAINS, call
+from tests.calls import snapshot as calls_of
 
 from .made_rollouts import snapshot
 
@@ -54,6 +56,19 @@ def test_a_rollout_with_nothing_to_train_on_keeps_a_row() -> None:
     assert row["token_ids"] == row["loss_mask"] == row["log_probs"] == row["spans"] == row["call_ids"] == []
     assert row["mask_reasons"] == ["no_calls"]
     assert row["advantage"] is None
+
+
+def test_reasons_times_trajectories_do_not_grow_without_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call of one wrong parent is a trajectory of its own, and a reason: 50,000 were 2.5 billion strings."""
+    calls = [call("p", [1], [2])] + [call(f"c{n}", [9, n], [3], parent=Continues("p", 2)) for n in range(4)]
+    wrong = build(calls_of(*calls), ALL_CHAINS)
+    reasons = list(wrong.mask_reasons)
+    assert (len(wrong.trajectories), len(reasons)) == (5, 4)
+    assert [row["mask_reasons"] for row in rows(wrong, group_id="g", reward=0.0)] == [reasons] * 5
+    monkeypatch.setattr(schema, "_MOST_REPEATED_REASONS", 15)
+    assert [row["mask_reasons"] for row in rows(wrong, group_id="g", reward=0.0)] == [reasons] + [
+        ["parent_mismatch"]
+    ] * 4
 
 
 def test_reasons_from_outside_of_the_records_mask_too() -> None:
