@@ -358,7 +358,7 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
         raise ValueError(f"must be integers: got dtype {raw.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"must be a vector: got shape {ids.shape}")
-    if ids.size and int(ids.min()) < 0:
+    if ids.size and np.minimum.reduce(ids) < 0:
         raise ValueError("must be ids in [0, 2**31)")
     return _frozen(ids)
 
