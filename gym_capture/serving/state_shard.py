@@ -360,6 +360,8 @@ class _Hosted:
 
     async def _store_all(self, puts: Sequence[EncodedPut]) -> Sequence[object]:
         """To each, in its place: None when it is durable, or why it is not."""
+        if not puts:
+            return []
         if self.encoded is None:
             return await asyncio.gather(*(_answer("put", self._store, put) for put in puts))
         found = await _answer("put", self.encoded.put_many, puts)
