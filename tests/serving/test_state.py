@@ -181,7 +181,7 @@ def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_pat
             found = await state.resolve(f"r{number}", ["k"])
             assert isinstance(found, Resolved)
             assert found.cumulative_ids.tolist() == [1, number]
-        assert (await state.freeze("r3")).incomplete == ("dangling_intent:first", "lineage_parent_missing:e")
+        assert (await state.freeze("r3")).incomplete == ("lineage_parent_missing:e", "dangling_intent:first")
         stats = await state.stats()
         assert (stats.puts, stats.put_failures, stats.waiting_puts) == (6, 2, 0)
 
