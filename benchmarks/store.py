@@ -27,7 +27,8 @@ from statistics import median
 
 import numpy as np
 
-from gym_capture.codec import decode_entry, encode_entry
+from gym_capture.codec import decode_entry, encode_delta, encode_entry
+from gym_capture.protocols import EncodedPut
 from gym_capture.records import CallIntent, Continues, TokenEntry, WeightSpan
 from gym_capture.stores.log import LogStore
 
@@ -194,8 +195,8 @@ async def _opening(directory: Path) -> bool:
     for rollout in range(ROLLOUTS):
         epoch = await store.begin_call(_intent(rollout, 0))
         await asyncio.gather(*(store.begin_call(_intent(rollout, call)) for call in range(1, CALLS)))
-        entries = [encode_entry(_call(rollout, call).as_delta()) for call in range(CALLS)]
-        await store.put_many([(data, epoch) for data in entries])
+        entries = [_call(rollout, call) for call in range(CALLS)]
+        await store.put_many([EncodedPut(entry, encode_delta(entry), epoch) for entry in entries])
     log_bytes = store.stats().total_bytes
     await store.close()
 

@@ -93,13 +93,19 @@ _INTENT_KEYS: Final = ("request_key", "asked_key", "answer_key")
 """Left out when empty; intents from before there were any have none."""
 _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest", *_INTENT_KEYS))
 
-# The standard library's encoder and not orjson: it keeps what orjson refuses (lone surrogates, integers over 64
-# bits) and what orjson would silently write as null (infinities).
+# The standard library's encoder keeps what orjson refuses (lone surrogates, integers over 64 bits, keys that are
+# numbers) and what orjson would silently write as null (infinities).
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 _from_json: Final = json.JSONDecoder().decode
+_NULL: Final = b"null"
+"""What orjson writes for an infinity; and for None, and as part of a text."""
 _MANY_DIGITS: Final = b"0" * 19
 """An integer beyond 64 bits, maybe: orjson would make it a float."""
 _ANY_DIGIT_AS_0: Final = bytes.maketrans(b"123456789", b"000000000")
+_BY_THE_BOOK: Final = (
+    orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
+)
+"""What is not JSON is refused, as by the standard library."""
 
 
 class EntryKey(NamedTuple):
@@ -442,7 +448,7 @@ def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry 
 
 def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
     try:
-        return _to_json(header).encode("utf-8", "surrogatepass")
+        return _dump(header)
     except (TypeError, ValueError, RecursionError):
         for name, value in header.items():
             _json_bytes(entry, name, value)
@@ -451,9 +457,21 @@ def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
 
 def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
     try:
-        return _to_json(value).encode("utf-8", "surrogatepass")
+        return _dump(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(entry, field, f"must be JSON: {error}") from error
+
+
+def _dump(value: object) -> bytes:
+    """JSON. What is none raises, but for an enum or a UUID, which is written as its value."""
+    try:
+        data = orjson.dumps(value, option=_BY_THE_BOOK)
+    except orjson.JSONEncodeError:
+        pass  # what the slower one writes, or has the better words for
+    else:
+        if _NULL not in data:
+            return data
+    return _to_json(value).encode("utf-8", "surrogatepass")
 
 
 def _load(data: bytes, field: str) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 from gym_capture.records import CallIntent, IdArray, Root, Snapshot, TokenEntry, Unresolved
 
@@ -57,6 +57,15 @@ class TokenSink(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class EncodedPut(NamedTuple):
+    """A `put` that reaches a store in the bytes in which its record travelled."""
+
+    entry: TokenEntry
+    data: bytes
+    """What `entry` was decoded from: its delta, as `codec.encode_delta` makes it."""
+    epoch: int
 
 
 class TokenSource(Protocol):

@@ -158,7 +158,7 @@ class RolloutState:
 
     @property
     def is_live(self) -> bool:
-        return self.version > 0
+        return any(self._facts())
 
     # deciding: nothing changes
 

@@ -13,7 +13,7 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from contextvars import Context
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, TypeAlias, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
@@ -25,10 +25,16 @@ from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.state_shard import Begun
 from gym_capture.serving.stats import ShardStats, total
 
-_T = TypeVar("_T")
+_Call: TypeAlias = tuple[str, tuple[object, ...]]
+"""Method and arguments."""
 ANSWER_WITHIN_S: Final = 60.0
 """Ray notices after 15 s that a node is lost; then a shard of it starts elsewhere and reads its log back."""
 _BATCHES_IN_FLIGHT: Final = 2
+_PART_BYTES: Final = 80_000
+"""Ray sends an argument of less than 100 KiB along with its call; a larger one takes the way over the object store,
+which costs both sides as much processor time as the rest of the call. So a batch is several arguments."""
+_BYTES_OF_A_CALL: Final = 1_000
+"""At most, about, beside its records and keys."""
 
 
 class StateClient:
@@ -136,12 +142,37 @@ class _Lane:
             return
         answers: Sequence[object]
         try:
-            answers = await _ask(self._shard.batch, [(method, args) for method, args, _ in batch])
+            answers = await _ask(self._shard.batch, *_parts([(method, args) for method, args, _ in batch]))
         except GymCaptureError as error:
             answers = [StoreUnavailableError(error.message) for _ in batch]
         for (_, _, future), answer in zip(batch, answers, strict=True):
             if not future.done():  # else its caller has been cancelled
                 future.set_result(answer)
+
+
+def _parts(calls: Sequence[_Call]) -> list[list[_Call]]:
+    """The calls, in order, in parts that are small enough; a call that is larger alone is a part of its own."""
+    parts: list[list[_Call]] = []
+    room = 0
+    for call in calls:
+        size = _BYTES_OF_A_CALL + sum(_size_bytes(arg) for arg in call[1])
+        if size > room:
+            parts.append([])
+            room = _PART_BYTES
+        parts[-1].append(call)
+        room -= size
+    return parts
+
+
+def _size_bytes(arg: object) -> int:
+    """About what an argument takes up when it travels: records and keys are what can be large."""
+    match arg:
+        case bytes() | str():
+            return len(arg)
+        case tuple():
+            return sum(map(_size_bytes, arg))
+        case _:
+            return 0
 
 
 async def _ask(method: Any, *args: object, about: str | None = None) -> Any:

@@ -5,27 +5,31 @@ Invariant: a `put` is acknowledged only when it is durable in the shard's store 
 it answers anything. Sink and lineage live in one actor on purpose: one round trip registers a call's intent and
 resolves its parent, one commits it, and there is no moment at which the sink has a record that lineage lacks.
 
-Flow: a client's `batch` -> `begin` -> `put` -> ... `freeze` -> `drop`. Puts that wait for a slow disk are bounded by
-turning new calls away, before they cost any compute; a call that has generated is always taken.
+Flow: a client's `batch` -> `begin` -> `put` -> ... `freeze` -> `drop`. The puts of a batch take one way together, since
+there are as many as the cluster generates calls: each record is decoded once, for store and lineage, and all wait for
+one answer of the store. Puts that wait for a slow disk are bounded by turning new calls away, before they cost any
+compute; a call that has generated is always taken.
 """
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, cast, runtime_checkable
 
 from gym_capture.codec import decode_entry, encode_snapshot
 from gym_capture.errors import GymCaptureError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.imports import load
 from gym_capture.lineage_cache import LineageCache
-from gym_capture.protocols import Resolution, TokenSink, TokenSource
+from gym_capture.protocols import EncodedPut, Resolution, TokenSink, TokenSource
 from gym_capture.reasons import lineage_mark
-from gym_capture.records import CallIntent, TokenEntry
+from gym_capture.records import CallIntent
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
@@ -47,7 +51,10 @@ class RecordStore(TokenSink, TokenSource, Protocol):
 class EncodedStore(Protocol):
     """A store that takes and gives records as the bytes in which they travel."""
 
-    async def put_encoded(self, data: bytes, *, epoch: int) -> None: ...
+    async def put_many(self, puts: Sequence[EncodedPut]) -> Sequence[GymCaptureError | None]:
+        """`put` on behalf of many callers. To each, in its place: None when it is durable, or why it is not."""
+        ...
+
     async def freeze_encoded(self, rollout_id: str) -> bytes: ...
 
 
@@ -103,7 +110,6 @@ class StateShard:
         self._max_idle_s = max_idle_s
         self._replicas = replicas
         self._namespace = namespace
-        self._metrics: ShardMetrics | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._tally = Tally()
         self._hosted: _Hosted | None = None
@@ -118,16 +124,24 @@ class StateShard:
                     lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
                     live = await store.rollout_ids()
                     lineage.expect(live)
+                    metrics = None
+                    if self._namespace is not None:
+                        metrics = ShardMetrics(namespace=self._namespace, index=self._index)
                     self._hosted = _Hosted(
                         store,
                         lineage,
                         IdleTimes(live),
+                        self._tally,
+                        metrics,
                         encoded=store if isinstance(store, EncodedStore) else None,
                         measured=store if isinstance(store, MeasuredStore) else None,
                     )
-                    if self._namespace is not None:
-                        self._metrics = ShardMetrics(namespace=self._namespace, index=self._index)
-                        self._tasks.append(asyncio.create_task(self._publish(self._metrics, self._hosted)))
+                    if metrics is not None:
+                        # What the process has made by now it keeps: looking through all of it again and again for
+                        # garbage would cost every put a tenth of its processor time.
+                        gc.collect()
+                        gc.freeze()
+                        self._tasks.append(asyncio.create_task(_publish(metrics, self._hosted)))
                     if self._max_idle_s is not None:
                         self._tasks.append(asyncio.create_task(self._retire_idle_ones(self._max_idle_s)))
         return self._hosted
@@ -157,25 +171,27 @@ class StateShard:
             "max_idle_s": self._max_idle_s,
         }
 
-    async def batch(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
-        """Runs calls of the methods below at the same time, so that one group commit covers them.
+    async def batch(self, *parts: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
+        """Runs puts, and calls of the methods below, at the same time, so that one group commit covers them.
 
         An answer, or the error, for each: callers in other places share a batch, and one must not hear of another's
-        fault.
+        fault. It comes in parts for the sake of how Ray ships arguments (`state_client`).
         """
-        await self._opened()
-        if len(calls) == 1:
-            return [await self._one(*calls[0])]
-        return list(await asyncio.gather(*(self._one(method, args) for method, args in calls)))
+        hosted = await self._opened()
+        calls = [call for part in parts for call in part]
+        puts = [args for method, args in calls if method == "put"]
+        others = [call for call in calls if call[0] != "put"]
+        if not others:
+            return await hosted.put_all(puts)
+        put_answers, other_answers = await asyncio.gather(
+            hosted.put_all(puts),
+            asyncio.gather(*(_answer(method, self._call, method, args) for method, args in others)),
+        )
+        of_puts, of_others = iter(put_answers), iter(other_answers)
+        return [next(of_puts if method == "put" else of_others) for method, _ in calls]
 
-    async def _one(self, method: str, args: tuple[Any, ...]) -> object:
-        try:
-            return await _BATCHED[method](self, *args)
-        except GymCaptureError as error:
-            return error
-        except Exception as error:  # the boundary between callers: one's may be of a kind that does not even travel
-            logger.error("%s failed", method, exc_info=error)
-            return StoreError(f"the state actor failed in {method}: {error!r}")
+    async def _call(self, method: str, args: tuple[Any, ...]) -> object:
+        return await _BATCHED[method](self, *args)
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
         hosted = await self._opened()
@@ -204,40 +220,13 @@ class StateShard:
         resolution, _ = await hosted.lineage.resolve(rollout_id, turn_keys)
         return resolution
 
-    async def put(self, data: bytes, epoch: int) -> None:
-        hosted = await self._opened()
-        began = time.perf_counter()
-        size_bytes = len(data)
-        self._tally.waiting_puts += 1
-        self._tally.waiting_bytes += size_bytes
-        try:
-            entry = decode_entry(data)
-            await hosted.put(entry, data, epoch)
-        except GymCaptureError:
-            self._tally.counts["put_failures"] += 1
-            raise
-        finally:
-            self._tally.waiting_puts -= 1
-            self._tally.waiting_bytes -= size_bytes
-        hosted.idle.wrote(entry.rollout_id)
-        took_s = time.perf_counter() - began
-        self._tally.put(entry, size_bytes=size_bytes, took_s=took_s)
-        if self._metrics is not None:
-            self._metrics.observe_put(took_s)
-        for problem in await hosted.lineage.add(entry):
-            mark = lineage_mark(problem.reason, entry.model_call_id)
-            await self.mark_incomplete(entry.rollout_id, mark, epoch)
-
     async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
         hosted = await self._opened()
         await hosted.store.abandon_call(rollout_id, call_id, epoch=epoch)
         hosted.lineage.end(rollout_id, call_id)
 
     async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
-        hosted = await self._opened()
-        await hosted.store.mark_incomplete(rollout_id, reason, epoch=epoch)
-        hosted.idle.wrote(rollout_id)
-        self._tally.marked_incomplete(reason)
+        await (await self._opened()).mark_incomplete(rollout_id, reason, epoch)
 
     async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
         hosted = await self._opened()
@@ -291,7 +280,7 @@ class StateShard:
         return retired
 
     async def stats(self) -> ShardStats:
-        return _stats(self._tally, await self._opened())
+        return _stats(await self._opened())
 
     async def close(self) -> None:
         """Lets go of the store, for whoever opens it next. An actor needs no such end: its process has one."""
@@ -299,11 +288,6 @@ class StateShard:
         for task in self._tasks:
             task.cancel()
         await hosted.store.close()
-
-    async def _publish(self, metrics: ShardMetrics, hosted: _Hosted) -> None:
-        while True:
-            metrics.publish(_stats(self._tally, hosted))
-            await asyncio.sleep(PUBLISH_EVERY_S)
 
     async def _retire_idle_ones(self, max_idle_s: float) -> None:
         while True:
@@ -314,10 +298,10 @@ class StateShard:
                 logger.error("idle rollouts cannot be retired: %s", error)
 
 
+# "put" stands beside these: `_Hosted.put_all`.
 _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
     "begin": StateShard.begin,
     "resolve": StateShard.resolve,
-    "put": StateShard.put,
     "abandon_call": StateShard.abandon_call,
     "mark_incomplete": StateShard.mark_incomplete,
     "mark_delivered": StateShard.mark_delivered,
@@ -325,23 +309,83 @@ _BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
 }
 
 
+async def _answer(method: str, work: Callable[..., Awaitable[object]], *args: object) -> object:
+    """What one caller is told: the answer, or the error."""
+    try:
+        return await work(*args)
+    except GymCaptureError as error:
+        return error
+    except Exception as error:  # the boundary between callers: one's may be of a kind that does not even travel
+        logger.error("%s failed", method, exc_info=error)
+        return StoreError(f"the state actor failed in {method}: {error!r}")
+
+
 @dataclass(frozen=True, slots=True)
 class _Hosted:
-    """An open store and the lineage over it."""
+    """An open store and the lineage over it.
+
+    Puts are taken here and not in the actor's class, of which Ray wraps every method, private ones included.
+    """
 
     store: RecordStore
     lineage: LineageCache
     idle: IdleTimes
+    tally: Tally
+    metrics: ShardMetrics | None
     encoded: EncodedStore | None
     """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
     measured: MeasuredStore | None
     """The store, if it says how its log is doing."""
 
-    async def put(self, entry: TokenEntry, data: bytes, epoch: int) -> None:
-        if self.encoded is not None:
-            await self.encoded.put_encoded(data, epoch=epoch)
-        else:
-            await self.store.put(entry, epoch=epoch)
+    async def put_all(self, calls: Sequence[tuple[Any, ...]]) -> list[object]:
+        """Puts, each `(data, epoch)`, as if each came alone: the answer to each, or its error, in its place."""
+        began = time.perf_counter()
+        arrived = [await _answer("put", _decoded, *args) for args in calls]
+        puts = [each for each in arrived if isinstance(each, EncodedPut)]
+        size_bytes = sum(len(put.data) for put in puts)
+        self.tally.waiting_puts += len(puts)
+        self.tally.waiting_bytes += size_bytes
+        try:
+            stored = iter(await self._store_all(puts))
+        finally:
+            self.tally.waiting_puts -= len(puts)
+            self.tally.waiting_bytes -= size_bytes
+        took_s = time.perf_counter() - began
+        answers = []
+        for each in arrived:
+            error = next(stored) if isinstance(each, EncodedPut) else each
+            if error is not None:
+                self.tally.counts["put_failures"] += 1
+            answers.append(error or await _answer("put", self._show, each, took_s))
+        return answers
+
+    async def _store_all(self, puts: Sequence[EncodedPut]) -> Sequence[object]:
+        """To each, in its place: None when it is durable, or why it is not."""
+        if not puts:
+            return []
+        if self.encoded is None:
+            return await asyncio.gather(*(_answer("put", self._store, put) for put in puts))
+        found = await _answer("put", self.encoded.put_many, puts)
+        return [copy(found) for _ in puts] if isinstance(found, GymCaptureError) else cast(Sequence[object], found)
+
+    async def _store(self, put: EncodedPut) -> None:
+        await self.store.put(put.entry, epoch=put.epoch)
+
+    async def _show(self, put: EncodedPut, took_s: float) -> None:
+        """Lets lineage find a record that is durable."""
+        entry = put.entry
+        self.idle.wrote(entry.rollout_id)
+        self.tally.put(entry, size_bytes=len(put.data), took_s=took_s)
+        if self.metrics is not None:
+            self.metrics.observe_put(took_s)
+        for problem in await self.lineage.add(entry):
+            reason = lineage_mark(problem.reason, entry.model_call_id)
+            await self.mark_incomplete(entry.rollout_id, reason, put.epoch)
+
+    async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
+        await self.store.mark_incomplete(rollout_id, reason, epoch=epoch)
+        self.idle.wrote(rollout_id)
+        self.tally.marked_incomplete(reason)
 
     def forget(self, rollout_id: str) -> None:
         """Nothing is recorded of it any more."""
@@ -354,8 +398,18 @@ class _Hosted:
         return encode_snapshot(await self.store.freeze(rollout_id))
 
 
-def _stats(tally: Tally, hosted: _Hosted) -> ShardStats:
-    log = ShardStats()
+async def _decoded(data: bytes, epoch: int) -> EncodedPut:
+    return EncodedPut(decode_entry(data), data, epoch)
+
+
+async def _publish(metrics: ShardMetrics, hosted: _Hosted) -> None:
+    while True:
+        metrics.publish(_stats(hosted))
+        await asyncio.sleep(PUBLISH_EVERY_S)
+
+
+def _stats(hosted: _Hosted) -> ShardStats:
+    log, tally = ShardStats(), hosted.tally
     if hosted.measured is not None:
         found = hosted.measured.stats()
         log = ShardStats(

@@ -132,7 +132,8 @@ class Tally:
         self.counts["prefix_requested"] += entry.prefix_requested
         self.counts["prefix_supplied"] += entry.prefix_supplied
         self.put_seconds += took_s
-        self.rules.update(set(entry.normalized))
+        for rule in set(entry.normalized):
+            self.rules[rule] += 1
 
     def marked_incomplete(self, reason: str) -> None:
         """Reasons are counted by name: what they name, a call, is of no end."""

@@ -93,18 +93,29 @@ class _Batch:
 
 
 @dataclass(slots=True, eq=False)
+class _Submission:
+    """Writes that were submitted together, and are answered when all of them are settled."""
+
+    answers: list[GymCaptureError | None]
+    unsettled: int
+    answer: asyncio.Future[list[GymCaptureError | None]]
+
+    def settle(self, place: int, error: GymCaptureError | None) -> None:
+        self.answers[place] = error
+        self.unsettled -= 1
+        # A caller that has gone away cancelled its answer; its writes count all the same.
+        if not self.unsettled and not self.answer.done():
+            self.answer.set_result(self.answers)
+
+
+@dataclass(slots=True, eq=False)
 class _Queued:
     write: Write
-    answer: asyncio.Future[None]
+    submission: _Submission
+    place: int
 
     def settle(self, error: GymCaptureError | None) -> None:
-        """A caller that has gone away cancelled its answer; its write counts all the same."""
-        if self.answer.done():
-            return
-        if error is None:
-            self.answer.set_result(None)
-        else:
-            self.answer.set_exception(error)
+        self.submission.settle(self.place, error)
 
 
 class GroupCommit:
@@ -124,26 +135,24 @@ class GroupCommit:
         """Writes that no batch has taken yet."""
         return len(self._queue)
 
-    def submit(self, writes: Sequence[Write]) -> list[asyncio.Future[None]]:
-        """Queues writes; each answer comes when its write is durable, or raises why it is not."""
+    async def submit(self, writes: Sequence[Write]) -> list[GymCaptureError | None]:
+        """Queues writes and waits for all of them. To each, in its place: None if it is durable, or why it is not."""
         if self._is_closed:
             raise StoreUnavailableError("this store is closed")
+        if not writes:
+            return []
         loop = asyncio.get_running_loop()
-        queued = [_Queued(write, loop.create_future()) for write in writes]
-        self._queue.extend(queued)
+        submission = _Submission([None] * len(writes), len(writes), loop.create_future())
+        self._queue.extend(_Queued(write, submission, place) for place, write in enumerate(writes))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
-        return [one.answer for one in queued]
+        return await submission.answer
 
     async def write(self, writes: Sequence[Write]) -> None:
-        """Submits writes and waits for all of them; raises what the first that failed raised."""
-        answers = self.submit(writes)
-        if len(answers) == 1:
-            await answers[0]
-            return
-        for answer in await asyncio.gather(*answers, return_exceptions=True):
-            if answer is not None:
-                raise answer
+        """Submits writes and waits for all of them; raises what the first that failed is told."""
+        for error in await self.submit(writes):
+            if error is not None:
+                raise error
 
     async def close(self) -> None:
         """Makes what is queued durable, then closes the segment."""

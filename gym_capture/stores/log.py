@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.codec import (
-    EntryKey,
     decode_or_problem,
     decode_snapshot,
     encode_delta,
     encode_intent,
     payload_digest,
-    peek_entry,
 )
 from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableError
+from gym_capture.protocols import EncodedPut
 from gym_capture.records import CallIntent, Snapshot, TokenEntry, check_rollout_id
 from gym_capture.rollout_state import Decision, FrozenFacts
 from gym_capture.stores.compaction import Compactor
@@ -172,29 +171,21 @@ class LogStore:
         return epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        data = encode_delta(entry)
-        key = EntryKey(entry.rollout_id, entry.model_call_id, payload_digest(data))
-        await self._commits.write([self._put(key, data, epoch)])
+        await self._commits.write([self._put(EncodedPut(entry, encode_delta(entry), epoch))])
 
-    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
-        """`put` of an entry that the producer has encoded: as a delta, so that the log stays linear in tokens."""
-        await self._commits.write([self._put(peek_entry(data), data, epoch)])
-
-    async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
-        """Puts encoded entries, each with its epoch, on behalf of many callers. The answer to each is in its place."""
+    async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
+        """`put` on behalf of many callers: one wait for all. To each, in its place: None, or why it is refused."""
         answers: list[GymCaptureError | None] = [None] * len(puts)
-        writes: list[tuple[int, Write]] = []
-        for place, (data, epoch) in enumerate(puts):
+        places: list[int] = []
+        writes: list[Write] = []
+        for place, put in enumerate(puts):
             try:
-                writes.append((place, self._put(peek_entry(data), data, epoch)))
+                writes.append(self._put(put))
+                places.append(place)
             except RecordError as error:
                 answers[place] = error
-        submitted = self._commits.submit([write for _, write in writes])
-        for (place, _), answer in zip(writes, submitted, strict=True):
-            try:
-                await answer
-            except GymCaptureError as error:
-                answers[place] = error
+        for place, answer in zip(places, await self._commits.submit(writes), strict=True):
+            answers[place] = answer
         return answers
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
@@ -289,8 +280,9 @@ class LogStore:
         await self._reads.close()
         os.close(self._lock)
 
-    def _put(self, key: EntryKey, data: bytes, epoch: int) -> Write:
-        rollout_id, call_id, digest = key
+    def _put(self, put: EncodedPut) -> Write:
+        entry, data, epoch = put
+        rollout_id, call_id, digest = entry.rollout_id, entry.model_call_id, payload_digest(data)
         check_key(rollout_id, call_id)
         return Write(rollout_id, call_id, lambda: self._index.book.put(rollout_id, call_id, digest, epoch=epoch), data)
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gym_capture.codec import decode_entry, encode_delta, payload_digest, with_delivery
-from gym_capture.errors import GymCaptureError, RecordError, StoreError, StoreUnavailableError
+from gym_capture.codec import encode_delta, payload_digest, with_delivery
+from gym_capture.errors import StoreUnavailableError
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.rollout_state import Committed, Decision
 from gym_capture.stores.book import RolloutBook
@@ -37,22 +37,12 @@ class MemoryStore:
         return epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        self._put(entry.as_delta(), payload_digest(encode_delta(entry)), epoch)
-
-    async def put_many(self, puts: Sequence[tuple[bytes, int]]) -> list[GymCaptureError | None]:
-        """Puts entries that are encoded already, each with its epoch. Answers each: None, or why it was refused."""
-        answers: list[GymCaptureError | None] = []
-        for data, epoch in puts:
-            try:
-                self._put(decode_entry(data), payload_digest(data), epoch)
-                answers.append(None)
-            except (StoreError, RecordError) as error:
-                answers.append(error)
-        return answers
-
-    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
-        """`put` of an entry that the producer has encoded."""
-        self._put(decode_entry(data), payload_digest(data), epoch)
+        self._check_open()
+        digest = payload_digest(encode_delta(entry))
+        decision = self._book.put(entry.rollout_id, entry.model_call_id, digest, epoch=epoch)
+        self._settle(entry.rollout_id, decision)
+        if isinstance(decision.event, Committed):
+            self._entries.setdefault(entry.rollout_id, {})[entry.model_call_id] = entry.as_delta()
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         self._check_open()
@@ -97,13 +87,6 @@ class MemoryStore:
 
     async def close(self) -> None:
         self._is_closed = True
-
-    def _put(self, entry: TokenEntry, payload_digest: bytes, epoch: int) -> None:
-        self._check_open()
-        decision = self._book.put(entry.rollout_id, entry.model_call_id, payload_digest, epoch=epoch)
-        self._settle(entry.rollout_id, decision)
-        if isinstance(decision.event, Committed):
-            self._entries.setdefault(entry.rollout_id, {})[entry.model_call_id] = entry
 
     def _settle(self, rollout_id: str, decision: Decision) -> None:
         if decision.event is not None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 
-from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.protocols import LineageStore, Resolved
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved
+from gym_capture.codec import encode_delta
+from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
+from gym_capture.protocols import EncodedPut, LineageStore, Resolved
+from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.serving.state import StateClient
+from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
 from tests.serving.shards import LOG, LocalActor, client, client_of, shard
@@ -107,6 +110,9 @@ def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store
             state.begin(CallIntent(rollout_id="r1", model_call_id="b", created_at=cast(float, "noon")), ()),
             state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
             state._batched("r1", "put", 5, epoch),
+            state._batched("r1", "put", b"not a record", epoch),
+            state._batched("r1", "put", encode_delta(entry)[:-8], epoch),
+            state._batched("r1", "put", encode_delta(entry)),
             state._batched("r1", "no_such_method"),
         ]
         right: list[Any] = [state.begin_call(intent(f"c{number}")) for number in range(3)]
@@ -118,6 +124,85 @@ def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store
         found = await state.freeze("r1")
         assert [entry.model_call_id for entry in found.entries] == ["a"]
         assert found.incomplete == ("dangling_intent:c0", "dangling_intent:c1", "dangling_intent:c2")
+
+    asyncio.run(run())
+
+
+class Together(LogStore):
+    """A store that notes which puts it was given together."""
+
+    seen: ClassVar[list[list[str]]] = []
+    is_broken: ClassVar[bool] = False
+
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+        raise AssertionError("a store that takes the bytes gets them")
+
+    async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
+        assert all(encode_delta(put.entry) == put.data for put in puts)
+        self.seen.append([put.entry.model_call_id for put in puts])
+        if self.is_broken:
+            raise StoreUnavailableError("the disk is gone")
+        return await super().put_many(puts)
+
+
+def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_path: Path) -> None:
+    """Among other calls, each caller gets the answer to its own; two of one call are decided one after the other."""
+
+    async def run() -> None:
+        Together.seen.clear()
+        state = client(tmp_path, store=f"{__name__}:Together.open", store_kwargs={"fsync": False})
+        epochs = [await state.begin_call(intent("first", f"r{number}")) for number in range(4)]
+        puts = [
+            state.put(call("c", [1], [number], parent=Root(), turn_key="k", rollout_id=f"r{number}"), epoch=epoch)
+            for number, epoch in enumerate(epochs)
+        ]
+        again = call("c", [1], [0], parent=Root(), turn_key="k", rollout_id="r0")
+        other = call("c", [1], [9], parent=Root(), turn_key="k", rollout_id="r1")
+        late = call("d", [1], [9], parent=Root(), rollout_id="r2")
+        orphan = call("e", [2], [9], parent=Continues("nobody", 2), prompt_offset=2, rollout_id="r3")
+        answers = await asyncio.gather(
+            state.begin_call(intent("x", "r0")),
+            puts[0],
+            state.put(again, epoch=epochs[0]),
+            puts[1],
+            state.begin_call(intent("y", "r1")),
+            state.put(other, epoch=epochs[1]),
+            state.put(late, epoch=epochs[2] + 99),
+            puts[2],
+            state.put(orphan, epoch=epochs[3]),
+            puts[3],
+            return_exceptions=True,
+        )
+        kinds = [int, None, None, None, int, ConflictingCallError, RetiredRolloutError, None, None, None]
+        assert [answer if answer is None else type(answer) for answer in answers] == kinds
+        assert (answers[0], answers[4]) == (epochs[0], epochs[1])
+        assert Together.seen == [["c", "c", "c", "c", "d", "c", "e", "c"]]
+        for number in range(4):
+            found = await state.resolve(f"r{number}", ["k"])
+            assert isinstance(found, Resolved)
+            assert found.cumulative_ids.tolist() == [1, number]
+        assert (await state.freeze("r3")).incomplete == ("lineage_parent_missing:e", "dangling_intent:first")
+        stats = await state.stats()
+        assert (stats.puts, stats.put_failures, stats.waiting_puts) == (6, 2, 0)
+
+    asyncio.run(run())
+
+
+def test_when_a_store_fails_as_a_whole_each_put_is_told_of_its_own_rollout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        state = client(tmp_path, store=f"{__name__}:Together.open", store_kwargs={"fsync": False})
+        epochs = [await state.begin_call(intent("c", f"r{number}")) for number in range(3)]
+        entries = [call("c", [1], [2], parent=Root(), rollout_id=f"r{number}") for number in range(3)]
+        monkeypatch.setattr(Together, "is_broken", True)
+        answers = await asyncio.gather(
+            *(state.put(entry, epoch=epoch) for entry, epoch in zip(entries, epochs, strict=True)),
+            return_exceptions=True,
+        )
+        told = [answer.rollout_id for answer in answers if isinstance(answer, StoreUnavailableError)]
+        assert told == ["r0", "r1", "r2"]
+        assert (await state.stats()).put_failures == 3
 
     asyncio.run(run())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -80,6 +81,41 @@ def test_a_batch_is_no_part_of_the_request_that_sends_it() -> None:
                 requests.create_task(call(str(number)))
         assert len(shard.called_in) > 2
         assert set(shard.called_in) == {"none"}
+
+    asyncio.run(run())
+
+
+MAX_INLINE_BYTES = 100 * 1024
+"""Of one argument: what is larger, Ray puts into its object store first."""
+
+
+class Packages:
+    """A handle that notes what it is called with, in the bytes in which it would travel."""
+
+    def __init__(self) -> None:
+        self.sizes: list[list[int]] = []
+        self.batch = self
+
+    def remote(self, *parts: Sequence[tuple[str, tuple[object, ...]]]) -> asyncio.Future[list[object]]:
+        self.sizes.append([len(pickle.dumps(part)) for part in parts])
+        answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
+        answer.set_result([args[1] for part in parts for _, args in part])
+        return answer
+
+
+def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> None:
+    async def run() -> None:
+        shard = Packages()
+        state = StateClient([cast(ActorHandle[Any], shard)])
+        keys = [f"{number:064}" for number in range(100)]
+        records = [state._batched("r", "put", b"x" * 5_000, number) for number in range(40)]
+        begins = [state._batched("r", "begin", "intent", number, tuple(keys)) for number in range(40)]
+        large = [state._batched("r", "put", b"x" * 300_000, number) for number in range(2)]
+        answers = await asyncio.gather(*records, *large, *begins)
+        assert answers == [*range(40), *range(2), *range(40)]
+        (sizes,) = shard.sizes
+        assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
+        assert len(sizes) < 12  # each argument has its price, too
 
     asyncio.run(run())
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
-from gym_capture.records import Continues, Root
+from gym_capture.records import Continues, Root, TokenEntry
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
@@ -105,13 +105,10 @@ class Slow(MemoryStore):
         self.gate = asyncio.Event()
         self.arrivals = asyncio.Semaphore(0)
 
-    async def put_encoded(self, data: bytes, *, epoch: int) -> None:
+    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
         self.arrivals.release()
         await self.gate.wait()
-        await super().put_encoded(data, epoch=epoch)
-
-    async def freeze_encoded(self, rollout_id: str) -> bytes:
-        raise AssertionError("nobody reads from this store")
+        await super().put(entry, epoch=epoch)
 
 
 SLOW: list[Slow] = []

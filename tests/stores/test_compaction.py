@@ -17,6 +17,7 @@ from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Disk
 from tests.stores.disks import GatedSync
+from tests.stores.puts import encoded_put
 
 
 def big_entry(rollout_id: str, call_id: str) -> TokenEntry:
@@ -74,9 +75,7 @@ def test_tombstone_outlives_the_records_that_it_retires(tmp_path: Path) -> None:
         store = await LogStore.open(tmp_path, segment_bytes=1, tombstone_ttl_s=-1)
         stay, old, filler = [await begin(store, rollout_id, "c") for rollout_id in ("stay", "old", "filler")]
         # One segment with the records of `old` that is worth keeping, for the sake of `stay`.
-        await store.put_many(
-            [(encode_entry(big_entry("stay", "c")), stay), (encode_entry(sample_entry("old", "c")), old)]
-        )
+        await store.put_many([encoded_put(big_entry("stay", "c"), stay), encoded_put(sample_entry("old", "c"), old)])
         # One segment with the tombstone of `old` that is not, once `filler` is dropped.
         await asyncio.gather(drop(store, "old"), store.put(big_entry("filler", "c"), epoch=filler))
         await drop(store, "filler")
@@ -97,7 +96,7 @@ def test_a_rollout_that_stays_for_ever_does_not_keep_all_tombstones(tmp_path: Pa
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, segment_bytes=100_000, fsync=False, tombstone_ttl_s=-1)
         stay = await begin(store, "stay", "c")
-        await store.put_many([(encode_entry(big_entry("stay", f"c{index}")), stay) for index in range(20)])
+        await store.put_many([encoded_put(big_entry("stay", f"c{index}"), stay) for index in range(20)])
         before = contents(await store.freeze("stay"))
         for index in range(2_000):
             await begin(store, f"r{index}", "c")

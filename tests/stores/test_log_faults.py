@@ -8,15 +8,16 @@ import stat
 import subprocess
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
-from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import ConflictingCallError, RecordError, RetiredRolloutError, StoreUnavailableError
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.segments import Disk
 from tests.stores.disks import FailingSync, FullDisk, GatedSync
+from tests.stores.puts import encoded_put
 
 
 async def begin(store: LogStore, rollout_id: str, call_id: str) -> int:
@@ -139,18 +140,19 @@ def test_puts_on_behalf_of_many_are_answered_one_by_one(tmp_path: Path) -> None:
         store = await LogStore.open(tmp_path)
         a, b = await begin(store, "a", "c"), await begin(store, "b", "c")
         batches = store.stats().commits.batches
-        first = encode_entry(sample_entry("a", "c"))
+        first = encoded_put(sample_entry("a", "c"), a)
         answers = await store.put_many(
             [
-                (first, a),
-                (encode_entry(sample_entry("a", "late")), a + 100),
-                (b"not a record", a),
-                (encode_entry(sample_entry("b", "c")), b),
-                (encode_entry(sample_entry("a", "c", text="other")), a),
-                (first, a),
+                first,
+                encoded_put(sample_entry("a", "late"), a + 100),
+                encoded_put(sample_entry("a", "x" * 70_000), a),  # too long for the log
+                encoded_put(sample_entry("b", "c"), b),
+                encoded_put(sample_entry("a", "c", text="other"), a),
+                encoded_put(sample_entry("a", "d"), cast(int, float(a))),
+                first,
             ]
         )
-        kinds = [None, RetiredRolloutError, RecordError, None, ConflictingCallError, None]
+        kinds = [None, RetiredRolloutError, RecordError, None, ConflictingCallError, RecordError, None]
         assert [answer and type(answer) for answer in answers] == kinds
         assert store.stats().commits.batches == batches + 2  # the two of one call do not share a batch
         await store.close()
