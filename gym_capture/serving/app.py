@@ -14,9 +14,9 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from gym_capture import models
 from gym_capture.auth import Keyring
+from gym_capture.cluster.env import what_proxy_lacks
 from gym_capture.errors import ConfigError
 from gym_capture.imports import load
-from gym_capture.serving.cluster_env import what_proxy_lacks
 from gym_capture.serving.config import DEPLOYMENT, LONGEST_DRAIN_S, GraphArgs, Limits
 from gym_capture.serving.policy import Policy
 

@@ -78,6 +78,9 @@ class StateArgs(BaseModel):
     has not fetched them. By default none is; make it longer than calls, pauses of agents and waits for a build."""
 
 
+APP_IMPORT_PATH: Final = "gym_capture.serving.app:build_app"
+"""What an application of a Serve config names to be this graph."""
+
 DEPLOYMENT: Final = "Policy"
 """The name of the deployment, in a Serve config and in Serve's status."""
 

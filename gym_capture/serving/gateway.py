@@ -29,13 +29,13 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
-from gym_capture.data.record_files import snapshot_json
 from gym_capture.dialects.anthropic import MessagesDialect
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEncoder
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.completions import CompletionsDialect
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
+from gym_capture.record_rows import snapshot_json
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify
