@@ -1,4 +1,5 @@
-"""One suite that any sink and source can be put through, whoever wrote it.
+"""One suite that any sink and source can be put through, whoever wrote it. (`lineage` has one for lineages, `engine`
+one for engines.)
 
 Invariant: a check is one sentence of the contract in `gym_capture.protocols`; its docstring is that sentence, its
 name says it in short. A check gets a store of its own that nothing was written to.
