@@ -49,7 +49,7 @@ MAX_TIMES_BARE = 1.5
 ROLLOUTS, CALLS = 10_000, 10
 MAX_BYTES = 2_000_000_000
 TIGHT_BYTES, TIGHT_ROLLOUTS = 4 << 20, 1_000
-LOG = "gym_capture.stores.log:LogStore.open"
+LOG = "gym_capture.stores.log:open_log"
 
 
 def main(parent: str = ".") -> int:

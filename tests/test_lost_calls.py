@@ -18,7 +18,8 @@ from gym_capture import rollout_state
 from gym_capture.builder import ExcludedCall, build
 from gym_capture.codec import decode_intent, decode_snapshot, encode_intent, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
-from gym_capture.data.record_files import open_files, rollout_row
+from gym_capture.data.record_files import open_files
+from gym_capture.record_rows import rollout_row
 from gym_capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.rollout_state import Begun, Committed, DeliveryKnown, Event, RolloutState
 from gym_capture.stores.log import LogStore

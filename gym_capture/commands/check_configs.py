@@ -10,26 +10,17 @@ deployments, are checked by their own models, and the `args` by `graph_rules`, w
 
 from __future__ import annotations
 
-import typing
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import typer
 import yaml
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 
-Location: TypeAlias = tuple[str | int, ...]
-
-
-class Findings(NamedTuple):
-    """What is wrong with a file or a part of it, and what may be."""
-
-    problems: list[str]
-    warnings: list[str]
+from gym_capture.commands.config_findings import Findings, Location, dotted, invalid_values, nearest, unknown_keys
 
 
 class AppModels(NamedTuple):
@@ -43,8 +34,6 @@ class AppModels(NamedTuple):
 ArgsRule: TypeAlias = Callable[[Mapping[str, Any], Location], Findings]
 """Checks the `args` of an application beyond their model; told where in the file they stand."""
 
-APP_IMPORT_PATH = "gym_capture.serving.app:build_app"
-
 
 def command(
     files: Annotated[
@@ -57,7 +46,7 @@ def command(
     such as the model's folder, is a warning.
     """
     from gym_capture.commands import graph_rules
-    from gym_capture.serving.config import DEPLOYMENT, GraphArgs, Limits
+    from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT, GraphArgs, Limits
 
     models = AppModels(GraphArgs, {DEPLOYMENT: Limits})
     console = Console(soft_wrap=True, highlight=False)
@@ -104,12 +93,12 @@ def check_config(text: str, models: Mapping[str, AppModels]) -> list[str]:
         return [f"not valid YAML: {' '.join(str(error).split())}"]
     if not isinstance(data, dict):
         return ["not a mapping: a Serve configuration has `applications` at its top"]
-    problems += _invalid_values(data, ServeDeploySchema, ())
+    problems += invalid_values(data, ServeDeploySchema, ())
     problems += unknown_keys(data, ServeDeploySchema, ())
     for at, application in _applications(text):
         if application.get("import_path") in models:
             model = models[application["import_path"]]
-            problems += _invalid_values(application.get("args") or {}, model.args, (*at, "args"))
+            problems += invalid_values(application.get("args") or {}, model.args, (*at, "args"))
             problems += _invalid_user_configs(application.get("deployments"), model.user_configs, (*at, "deployments"))
     return problems
 
@@ -122,7 +111,7 @@ def _invalid_user_configs(deployments: object, models: Mapping[str, type[BaseMod
         if name not in models:
             yield f"{dotted((*at, index, 'name'))}: there is no deployment {name!r}{nearest(name, models)}"
         elif deployment.get("user_config") is not None:
-            yield from _invalid_values(deployment["user_config"], models[name], (*at, index, "user_config"))
+            yield from invalid_values(deployment["user_config"], models[name], (*at, index, "user_config"))
 
 
 def _applications(text: str) -> Iterator[tuple[Location, dict[str, Any]]]:
@@ -135,81 +124,6 @@ def _applications(text: str) -> Iterator[tuple[Location, dict[str, Any]]]:
     for index, application in enumerate(applications if isinstance(applications, list) else ()):
         if isinstance(application, dict):
             yield ("applications", index), application
-
-
-def _invalid_values(data: object, model: type[BaseModel], at: Location) -> Iterator[str]:
-    try:
-        model.model_validate(data)
-    except ValidationError as error:
-        for problem in error.errors(include_url=False, include_context=False, include_input=False):
-            where = (*at, *problem["loc"])
-            if problem["type"] == "extra_forbidden":
-                yield unknown(where, _known_keys(model, problem["loc"][:-1]))
-            else:
-                yield f"{dotted(where)}: {problem['msg']}"
-
-
-def unknown_keys(data: object, annotation: object, at: Location) -> Iterator[str]:
-    """Walks `data` beside the types of the schema, which itself would drop what it does not know.
-
-    A `runtime_env` is any mapping to the schema; its keys are those that Ray knows.
-    """
-    from ray.runtime_env import RuntimeEnv
-
-    if isinstance(data, list):
-        for index, element in enumerate(data):
-            yield from unknown_keys(element, annotation, (*at, index))
-        return
-    model = _model_in(annotation)
-    if model is None or not isinstance(data, dict):
-        return
-    fields = _fields(model)
-    forbids_itself = model.model_config.get("extra") == "forbid"
-    for key, value in data.items():
-        if key == "runtime_env" and key in fields and isinstance(value, dict):
-            known = RuntimeEnv.known_fields
-            yield from (unknown((*at, key, name), known) for name in value if name not in known)
-        elif key in fields:
-            yield from unknown_keys(value, fields[key], (*at, key))
-        elif not forbids_itself:
-            yield unknown((*at, key), fields)
-
-
-def _known_keys(model: type[BaseModel], location: Sequence[str | int]) -> Mapping[str, object]:
-    """The fields of the model that stands at `location` inside `model`; none if the location leads nowhere."""
-    here: type[BaseModel] | None = model
-    for key in location:
-        if here is None:
-            return {}
-        if isinstance(key, str) and key in _fields(here):
-            here = _model_in(_fields(here)[key])
-    return _fields(here) if here is not None else {}
-
-
-def _fields(model: type[BaseModel]) -> dict[str, object]:
-    return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
-
-
-def _model_in(annotation: object) -> type[BaseModel] | None:
-    """The pydantic model inside an annotation such as `Optional[List[Model]]` or `Union[Dict, Model]`."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((model for part in typing.get_args(annotation) if (model := _model_in(part)) is not None), None)
-
-
-def unknown(where: Location, known: Collection[str]) -> str:
-    return f"{dotted(where)}: unknown key{nearest(str(where[-1]), known)}"
-
-
-def nearest(name: str, known: Collection[str]) -> str:
-    """The end of a line on a name that is not known, with the known one that was meant, if there is one."""
-    near = get_close_matches(name, sorted(known), n=1)
-    return f", did you mean `{near[0]}`?" if near else ""
-
-
-def dotted(where: Location) -> str:
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
-    return text.removeprefix(".") or "the file"
 
 
 def _repeated_keys(node: Any, at: Location) -> Iterator[str]:

@@ -30,8 +30,8 @@ from rich.table import Table
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, run_check
 from gym_capture.conformance.lineage import LINEAGE_CHECKS, LINEAGE_DURABILITY_CHECKS, run_lineage_check
 from gym_capture.errors import ConfigError
-from gym_capture.imports import load
 from gym_capture.protocols import LineageStore, TokenSink, TokenSource
+from gym_capture.stores.base import StoreFactory
 
 
 def command(
@@ -54,7 +54,7 @@ def command(
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     protocols = (TokenSink, TokenSource, LineageStore) if lineage else (TokenSink, TokenSource)
-    opener = _Opener(load(factory), _parse(kwargs), protocols)
+    opener = _Opener(StoreFactory.at(factory).open, _parse(kwargs), protocols)
     names = _chosen(only, durability=durability, lineage=lineage)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -94,7 +94,7 @@ def results_table(factory: str, results: Sequence[Result]) -> Table:
 class _Opener:
     """Opens stores as a state actor does."""
 
-    factory: Callable[..., Any]
+    open_store: Callable[..., Any]
     kwargs: dict[str, Any]
     protocols: Sequence[type]
     """What the store must be."""
@@ -111,7 +111,7 @@ class _Opener:
         return await self._open()
 
     async def _open(self) -> Any:
-        opening = self.factory(directory=self.root / f"{self.root.name}-{self._opened:04}", **self.kwargs)
+        opening = self.open_store(directory=self.root / f"{self.root.name}-{self._opened:04}", **self.kwargs)
         if not inspect.isawaitable(opening):
             raise TypeError(
                 f"the factory must be a coroutine function, `async def open_store(*, directory, ...)`: "
@@ -119,7 +119,7 @@ class _Opener:
             )
         store = await opening
         members = {name for protocol in self.protocols for name in vars(protocol) if not name.startswith("_")}
-        if missing := sorted(name for name in members if not callable(getattr(store, name, None))):
+        if missing := sorted(members.difference(dir(store))):
             raise TypeError(f"what the factory opened, a {type(store).__name__}, has no {', '.join(missing)}")
         return store
 

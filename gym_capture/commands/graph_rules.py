@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from ray.serve.schema import RayActorOptionsSchema
 
 from gym_capture.auth import Keyring
-from gym_capture.commands.check_configs import Findings, Location, dotted, nearest, unknown, unknown_keys
+from gym_capture.commands.config_findings import Findings, Location, dotted, nearest, unknown, unknown_keys
 from gym_capture.commands.model import SmallModel
 from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs, Object

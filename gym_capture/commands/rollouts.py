@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -32,7 +32,7 @@ from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import read_job
 
 if TYPE_CHECKING:
-    from gym_capture.rollouts.environment import Task
+    from gym_capture.rollouts.environment import EnvironmentFactory, Task, TaskMaker
     from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.ledger import RolloutRow
 
@@ -92,8 +92,8 @@ def run(
 
     keyring = None if secret_file is None else Keyring.from_file(secret_file)
     check_server(url)
-    make_environment = load(environment)
-    tasks = read_tasks(tasks_file) if tasks_file else make_environment.tasks(generate, seed=seed)
+    make_environment: EnvironmentFactory = load(environment)
+    tasks = read_tasks(tasks_file) if tasks_file else made_tasks(environment, generate, seed=seed)
     job = JobOptions(
         job_id=job_id or _job_id(out),
         samples=samples,
@@ -230,6 +230,17 @@ def read_tasks(path: Path) -> list[Task]:
     if not tasks:
         raise ConfigError(f"{path}: there are no tasks in it")
     return tasks
+
+
+def made_tasks(environment: str, count: int, *, seed: int) -> Sequence[Task]:
+    """Tasks that an environment makes up itself. Raises `ConfigError` if it makes none."""
+    try:
+        make: TaskMaker = load(f"{environment}.tasks")
+    except ConfigError as error:
+        raise ConfigError(
+            f"{environment} makes no tasks of its own: give it some with --tasks ({error.message})"
+        ) from None
+    return make(count, seed=seed)
 
 
 def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:

@@ -1,4 +1,5 @@
-"""One suite that any sink and source can be put through, whoever wrote it.
+"""One suite that any sink and source can be put through, whoever wrote it. (`lineage` has one for lineages, `engine`
+one for engines.)
 
 Invariant: a check is one sentence of the contract in `gym_capture.protocols`; its docstring is that sentence, its
 name says it in short. A check gets a store of its own that nothing was written to.
@@ -42,6 +43,7 @@ __all__ = [
     "run_one",
     "sample_entry",
     "sample_intent",
+    "settled",
 ]
 
 
@@ -97,15 +99,20 @@ async def run_one(
         finally:
             await store.close()
 
+    return await settled(name, contract_of(check), attempt(), timeout_s)
+
+
+async def settled(name: str, contract: str, attempt: Awaitable[None], timeout_s: float) -> Result:
+    """What becomes of `attempt`. Whatever it raises is the result."""
     # Gathered, not awaited: whatever a foreign store raises is a result of the suite, not an end to it.
-    (outcome,) = await asyncio.gather(asyncio.wait_for(attempt(), timeout_s), return_exceptions=True)
+    (outcome,) = await asyncio.gather(asyncio.wait_for(attempt, timeout_s), return_exceptions=True)
     if outcome is None:
-        return Result(name, contract_of(check), None)
+        return Result(name, contract, None)
     if isinstance(outcome, ConformanceError):
-        return Result(name, contract_of(check), str(outcome))
+        return Result(name, contract, str(outcome))
     if isinstance(outcome, TimeoutError):
-        return Result(name, contract_of(check), f"did not finish within {timeout_s:g} s")
-    return Result(name, contract_of(check), f"raised {outcome!r}")
+        return Result(name, contract, f"did not finish within {timeout_s:g} s")
+    return Result(name, contract, f"raised {outcome!r}")
 
 
 def _with_reopen(check: DurabilityCheck, reopen: Reopen) -> Check:

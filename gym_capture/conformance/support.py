@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 
 from gym_capture.codec import encode_entry
 from gym_capture.errors import GymCaptureError
-from gym_capture.protocols import TokenSink, TokenSource
 from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
+from gym_capture.stores.base import RecordStore
 
-
-class Store(TokenSink, TokenSource, Protocol):
-    """What the suite tests: records written through it are read back through it."""
-
-
+Store: TypeAlias = RecordStore
+"""What the suite tests."""
 Factory: TypeAlias = Callable[[], Awaitable[Store]]
 """Makes an empty store."""
 Reopen: TypeAlias = Callable[[Store], Awaitable[Store]]

@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.codec import decode_snapshot
 from gym_capture.data.job import SourceSpec
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.records import Snapshot
-from gym_capture.serving.replies import answer, cause_of
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.segments import segment_numbers
 

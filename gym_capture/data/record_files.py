@@ -18,8 +18,6 @@ That is about texts; ids are never touched.
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -27,7 +25,6 @@ from typing import Any, BinaryIO, Final, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -35,7 +32,8 @@ from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
-from gym_capture.records import SCHEMA_VERSION, Continues, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_rows import call_row, lost_call_rows, rollout_row, row_json, without_lone_surrogates
+from gym_capture.records import SCHEMA_VERSION, Snapshot, TokenEntry
 
 Format: TypeAlias = Literal["nemo-gym", "parquet", "jsonl"]
 
@@ -123,7 +121,6 @@ ROLLOUT_SCHEMA: Final[pa.Schema] = pa.schema(
 
 _ROW_GROUP_BYTES: Final = 8 * 2**20
 _ROLLOUTS_PER_ROW_GROUP: Final = 10_000
-_LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 class RecordFiles(Protocol):
@@ -147,85 +144,6 @@ def open_files(format_: Format, out: Path, *, overwrite: bool = False) -> Iterat
         yield files
 
 
-# --- rows ----------------------------------------------------------------------------------------------------------
-
-
-def call_row(entry: TokenEntry) -> dict[str, Any]:
-    """A call under the names of `CALL_SCHEMA`; structured fields as they are, not yet as JSON."""
-    entry = entry.as_delta()
-    parent, call_id, cum_len, reason = _parent(entry)
-    return {
-        "rollout_id": entry.rollout_id,
-        "model_call_id": entry.model_call_id,
-        "model": entry.model,
-        "requested_model": entry.requested_model,
-        "has_tools": entry.has_tools,
-        "parent": parent,
-        "parent_call_id": call_id,
-        "parent_cum_len": cum_len,
-        "parent_reason": reason,
-        "prompt_offset": entry.prompt_offset,
-        "prompt_token_ids": entry.prompt_token_ids,
-        "generation_token_ids": entry.generation_token_ids,
-        "generation_log_probs": entry.generation_log_probs,
-        "output_items": [dict(item) for item in entry.output_items],
-        "token_item_index": entry.token_item_index,
-        "turn_key": entry.turn_key,
-        "asked_key": entry.asked_key,
-        "stopped_turn_key": entry.stopped_turn_key,
-        "digest": entry.digest,
-        "finish_reason": entry.finish_reason,
-        "stop_reason": entry.stop_reason,
-        "delivered": entry.delivered,
-        "prefix_requested": entry.prefix_requested,
-        "prefix_supplied": entry.prefix_supplied,
-        "weight_versions": [
-            {"start": span.start, "end": span.end, "version": span.version} for span in entry.weight_versions
-        ],
-        "sampling": dict(entry.sampling),
-        "max_tokens": entry.max_tokens,
-        "normalized": list(entry.normalized),
-        "routed_experts": entry.routed_experts,
-        "sampling_mask": entry.sampling_mask,
-        "created_at": entry.created_at,
-    }
-
-
-def rollout_row(snapshot: Snapshot) -> dict[str, Any]:
-    """A rollout under the names of `ROLLOUT_SCHEMA`."""
-    return {
-        "rollout_id": snapshot.rollout_id,
-        "snapshot_id": snapshot.snapshot_id,
-        "version": snapshot.version,
-        "calls": len(snapshot.entries),
-        "generated_ids": sum(int(entry.generation_token_ids.size) for entry in snapshot.entries),
-        "incomplete": list(snapshot.incomplete),
-        "problems": [
-            {"reason": p.reason, "call_id": p.call_id, "field": p.field, "detail": p.detail} for p in snapshot.problems
-        ],
-        "lost_calls": _lost_call_rows(snapshot),
-    }
-
-
-def _lost_call_rows(snapshot: Snapshot) -> list[dict[str, Any]]:
-    return [
-        {"model_call_id": lost.model_call_id, "retries": list(lost.retries), "answers": list(lost.answers)}
-        for lost in snapshot.lost_calls
-    ]
-
-
-def _parent(entry: TokenEntry) -> tuple[str | None, str | None, int | None, str | None]:
-    match entry.parent:
-        case None:
-            return None, None, None, None
-        case Root():
-            return "root", None, None, None
-        case Continues(call_id, cum_len):
-            return "continues", call_id, cum_len, None
-        case Unresolved(reason):
-            return "unresolved", None, None, reason
-
-
 # --- NeMo Gym's token files ----------------------------------------------------------------------------------------
 
 
@@ -242,14 +160,14 @@ class _NemoGymFiles:
         lost, dangling = _lost_calls(snapshot)
         state = {"snapshot_id": snapshot.snapshot_id, "version": snapshot.version, "incomplete": bool(lost)}
         if snapshot.lost_calls:  # a field that their reader leaves out: to them, a lost call masks in any case
-            state["lost_calls"] = _lost_call_rows(snapshot)
+            state["lost_calls"] = lost_call_rows(snapshot)
         # The records come last: a rollout of which somebody finds records has what masks it beside them.
         if lost:
             self._write(snapshot, ".tokens.incomplete", [line.encode() for line in lost])
         if dangling:
             self._write(snapshot, ".tokens.intents", [line.encode() for line in dangling])
-        self._write(snapshot, ".tokens.state.json", [_json(state)])
-        self._write(snapshot, ".tokens.jsonl", map(_json, _nemo_gym_records(snapshot)))
+        self._write(snapshot, ".tokens.state.json", [row_json(state)])
+        self._write(snapshot, ".tokens.jsonl", map(row_json, _nemo_gym_records(snapshot)))
 
     def _write(self, snapshot: Snapshot, suffix: str, lines: Any) -> None:
         with self._staged.path(f"{snapshot.rollout_id}{suffix}").open("wb") as file:
@@ -300,7 +218,7 @@ def _lost_calls(snapshot: Snapshot) -> tuple[list[str], list[str]]:
         else:
             lost.append(reason)
     lost += [join_reason(p.reason, p.call_id) for p in snapshot.problems]
-    return [" ".join(_without_lone_surrogates(line).split()) for line in dict.fromkeys(lost)], dangling
+    return [" ".join(without_lone_surrogates(line).split()) for line in dict.fromkeys(lost)], dangling
 
 
 def _is_a_line(call_id: str) -> bool:
@@ -332,7 +250,7 @@ class _ParquetFiles:
 
     def add(self, snapshot: Snapshot) -> None:
         self._calls.add(pa.Table.from_pylist([_arrow_row(entry) for entry in snapshot.entries], schema=CALL_SCHEMA))
-        row = _without_lone_surrogates(rollout_row(snapshot))
+        row = without_lone_surrogates(rollout_row(snapshot))
         self._rollouts.add(pa.Table.from_pylist([row], schema=ROLLOUT_SCHEMA))
 
 
@@ -360,9 +278,9 @@ def _arrow_row(entry: TokenEntry) -> dict[str, Any]:
     row: dict[str, Any] = call_row(entry)
     arrays = {name: row.pop(name) for name in _ARRAYS}
     tensors = {name: _tensor(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
-    row = dict(_without_lone_surrogates(row))
+    row = dict(without_lone_surrogates(row))
     for name in ("output_items", "sampling"):
-        row[name] = _json(row[name]).decode()
+        row[name] = row_json(row[name]).decode()
     return row | arrays | tensors
 
 
@@ -390,39 +308,8 @@ class _JsonLines:
             yield cls(calls, rollouts)
 
     def add(self, snapshot: Snapshot) -> None:
-        self._calls.writelines(_json(call_row(entry)) + b"\n" for entry in snapshot.entries)
-        self._rollouts.write(_json(rollout_row(snapshot)) + b"\n")
-
-
-def snapshot_json(snapshot: Snapshot) -> bytes:
-    """A rollout as one JSON object: `rollout` and `calls` hold the rows that the files have of them."""
-    calls = [call_row(entry) for entry in snapshot.entries]
-    return _json({"rollout": rollout_row(snapshot), "calls": calls})
-
-
-def _json(value: object) -> bytes:
-    """JSON that any parser reads. float32 is written with the digits that give it back."""
-    try:
-        return orjson.dumps(value, default=_listed, option=orjson.OPT_SERIALIZE_NUMPY)
-    except TypeError:  # a lone surrogate, an integer of more than 64 bits
-        return json.dumps(_without_lone_surrogates(value), default=_listed, separators=(",", ":")).encode()
-
-
-def _listed(value: object) -> object:
-    """What the encoders do not know: arrays, for orjson those whose layout is not the plain one."""
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def _without_lone_surrogates(value: Any) -> Any:
-    if isinstance(value, str):
-        return _LONE_SURROGATE.sub("\ufffd", value)
-    if isinstance(value, Mapping):
-        return {_without_lone_surrogates(key): _without_lone_surrogates(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_without_lone_surrogates(each) for each in value]
-    return value
+        self._calls.writelines(row_json(call_row(entry)) + b"\n" for entry in snapshot.entries)
+        self._rollouts.write(row_json(rollout_row(snapshot)) + b"\n")
 
 
 _OPEN: Final[Mapping[Format, Callable[[StagedFiles], AbstractContextManager[RecordFiles]]]] = {

@@ -24,11 +24,10 @@ import ray
 import yaml
 from ray import serve
 
-from gym_capture.commands.check_configs import APP_IMPORT_PATH
+from gym_capture.cluster.env import private_cluster_env
 from gym_capture.demo.processes import Child, Household, free_port
 from gym_capture.errors import ConfigError, EngineError
-from gym_capture.serving.cluster_env import private_cluster_env
-from gym_capture.serving.config import DEPLOYMENT
+from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT
 
 _READY_WITHIN_S: Final = 300.0
 _POLL_S: Final = 0.5

@@ -43,7 +43,20 @@ from gym_capture.conversation import (
 from gym_capture.dialects import anthropic_reply, fields
 from gym_capture.dialects.anthropic_blocks import Block, blocks
 from gym_capture.dialects.anthropic_input import arguments_of
-from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
+from gym_capture.dialects.base import ApiError, ReplyIdentity, Route, StreamEncoder, parse_object
+from gym_capture.dialects.description import (
+    BOOLEAN,
+    OBJECT,
+    POSITIVE,
+    SAMPLING,
+    STOPS,
+    STRING,
+    array_of,
+    content_of,
+    object_of,
+    one_of,
+    reply_of,
+)
 from gym_capture.errors import InvalidRequestError
 from gym_capture.fingerprint import BILLING_HEADER
 
@@ -51,9 +64,54 @@ _RUN_BY_CLIENT: Final = ("bash_", "text_editor_", "computer_", "memory_", "brows
 """How types of tools begin that Anthropic defines and clients run; what follows is a date."""
 
 
+_MESSAGES: Final = {
+    "model": STRING,
+    "messages": array_of(object_of({"role": one_of("user"), "content": content_of("text")}), at_least=1),
+}
+_BEFORE_MESSAGES: Final = {
+    "system": content_of("text"),
+    "tools": array_of(object_of({"name": STRING, "input_schema": OBJECT}, {"description": STRING})),
+}
+_COUNT: Final = object_of(_MESSAGES, _BEFORE_MESSAGES)
+_MESSAGE: Final = object_of(
+    {**_MESSAGES, "max_tokens": POSITIVE},
+    {**_BEFORE_MESSAGES, **SAMPLING, "stream": BOOLEAN, "stop_sequences": STOPS},
+)
+_ERROR: Final = object_of({"type": one_of("error"), "error": object_of({"type": STRING, "message": STRING})})
+
+
+class MessagesCounting:
+    """`POST /v1/messages/count_tokens`. A request to count may end with the assistant's turn: nothing is generated,
+    and agents measure what they have."""
+
+    route = Route(
+        path="/v1/messages/count_tokens",
+        summary="How many tokens the prompt of a Messages request would have",
+        body=_COUNT,
+        reply=object_of({"input_tokens": {"type": "integer", "minimum": 1}}),
+        error=_ERROR,
+        streams=False,
+    )
+
+    def parse(self, body: bytes) -> ModelRequest:
+        data = parse_object(body)
+        return ModelRequest(requested_model=fields.required_string(data, "model"), conversation=_conversation(data))
+
+    def reply(self, tokens: int) -> bytes:
+        return orjson.dumps({"input_tokens": tokens})
+
+
 class MessagesDialect:
     """`POST /v1/messages` and `POST /v1/messages/count_tokens`."""
 
+    route = Route(
+        path="/v1/messages",
+        summary="Anthropic Messages",
+        body=_MESSAGE,
+        reply=reply_of(type=one_of("message"), role=one_of("assistant"), content=array_of(OBJECT), usage=OBJECT),
+        error=_ERROR,
+    )
+    counting = MessagesCounting()
     id_prefix = "msg_"
 
     def parse(self, body: bytes) -> ModelRequest:
@@ -80,18 +138,6 @@ class MessagesDialect:
             left_out=_left_out(data),
             stream=bool(fields.boolean(data, "stream")),
         )
-
-    def parse_count(self, body: bytes) -> ModelRequest:
-        """A request to count: only what shapes the prompt is read. Raises `InvalidRequestError`.
-
-        It may end with the assistant's turn: nothing is generated, and agents measure what they have.
-        """
-        data = parse_object(body)
-        return ModelRequest(requested_model=fields.required_string(data, "model"), conversation=_conversation(data))
-
-    def count(self, tokens: int) -> bytes:
-        """`tokens`: the whole prompt, as it would be generated from."""
-        return orjson.dumps({"input_tokens": tokens})
 
     def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes:
         return anthropic_reply.whole(request, identity, reply)

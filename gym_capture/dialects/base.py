@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import orjson
 
@@ -71,8 +71,50 @@ class StreamEncoder(Protocol):
         ...
 
 
+Schema: TypeAlias = Mapping[str, Any]
+"""A JSON Schema; `description` has the words for it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    """A path that takes `POST`, below every base URL of the graph, as `/openapi.json` describes it."""
+
+    path: str
+    summary: str
+    body: Schema
+    reply: Schema
+    error: Schema
+    streams: bool = True
+    """Whether a reply may also come as server-sent events."""
+
+
+class TokenCounting(Protocol):
+    """How clients of an API ask how long the prompt of a request would be."""
+
+    @property
+    def route(self) -> Route: ...
+
+    def parse(self, body: bytes) -> ModelRequest:
+        """Reads only what shapes the prompt. Raises `InvalidRequestError`."""
+        ...
+
+    def reply(self, tokens: int) -> bytes:
+        """`tokens`: the whole prompt, as it would be generated from."""
+        ...
+
+
 class Dialect(Protocol):
-    """One wire API."""
+    """One wire API. `registry.DIALECTS` lists them all."""
+
+    @property
+    def route(self) -> Route:
+        """Where its calls go."""
+        ...
+
+    @property
+    def counting(self) -> TokenCounting | None:
+        """None: this API has no such thing."""
+        ...
 
     @property
     def id_prefix(self) -> str:

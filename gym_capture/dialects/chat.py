@@ -37,7 +37,21 @@ from gym_capture.conversation import (
     merge_assistant_turns,
 )
 from gym_capture.dialects import fields
-from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
+from gym_capture.dialects.base import ApiError, ReplyIdentity, Route, StreamEncoder, parse_object
+from gym_capture.dialects.description import (
+    BOOLEAN,
+    OBJECT,
+    OPENAI_ERROR,
+    POSITIVE,
+    SAMPLING,
+    STOP,
+    STRING,
+    array_of,
+    content_of,
+    object_of,
+    one_of,
+    reply_of,
+)
 from gym_capture.errors import InvalidRequestError
 
 _ERROR_TYPES: Final = {
@@ -55,9 +69,40 @@ _ERROR_TYPES: Final = {
 }
 
 
+_FUNCTION: Final = object_of({"name": STRING}, {"description": STRING, "parameters": OBJECT})
+
+_BODY: Final = object_of(
+    {
+        "model": STRING,
+        "messages": array_of(
+            object_of({"role": one_of("system", "user"), "content": content_of("text", is_typed=False)}), at_least=1
+        ),
+    },
+    {
+        **SAMPLING,
+        "max_tokens": POSITIVE,
+        "max_completion_tokens": POSITIVE,
+        "stream": BOOLEAN,
+        "stop": STOP,
+        "logprobs": BOOLEAN,
+        "n": {"enum": [1]},
+        "modalities": array_of(one_of("text")),
+        "tools": array_of(object_of({"type": one_of("function"), "function": _FUNCTION})),
+    },
+)
+
+
 class ChatDialect:
     """`POST /v1/chat/completions`."""
 
+    route = Route(
+        path="/v1/chat/completions",
+        summary="OpenAI Chat Completions",
+        body=_BODY,
+        reply=reply_of(object=one_of("chat.completion"), choices=array_of(OBJECT, at_least=1), usage=OBJECT),
+        error=OPENAI_ERROR,
+    )
+    counting = None
     id_prefix = "chatcmpl-"
 
     def parse(self, body: bytes) -> ModelRequest:

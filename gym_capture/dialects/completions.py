@@ -15,8 +15,22 @@ import orjson
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TextDelta, TokenLogProb
 from gym_capture.conversation import Conversation
 from gym_capture.dialects import fields
-from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
+from gym_capture.dialects.base import ApiError, ReplyIdentity, Route, StreamEncoder, parse_object
 from gym_capture.dialects.chat import ChatDialect, usage
+from gym_capture.dialects.description import (
+    BOOLEAN,
+    NAME,
+    OBJECT,
+    OPENAI_ERROR,
+    POSITIVE,
+    SAMPLING,
+    STOP,
+    STRING,
+    array_of,
+    object_of,
+    one_of,
+    reply_of,
+)
 from gym_capture.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS: Final = 16
@@ -27,9 +41,23 @@ _LOWEST: Final = -9999.0
 """JSON has no -inf; OpenAI uses this for "as good as impossible"."""
 
 
+_BODY: Final = object_of(
+    {"model": STRING, "prompt": NAME},
+    {**SAMPLING, "max_tokens": POSITIVE, "stream": BOOLEAN, "stop": STOP, "n": {"enum": [1]}},
+)
+
+
 class CompletionsDialect:
     """`POST /v1/completions`."""
 
+    route = Route(
+        path="/v1/completions",
+        summary="OpenAI Completions: text that goes on as it is, without a chat template",
+        body=_BODY,
+        reply=reply_of(object=one_of("text_completion"), choices=array_of(OBJECT, at_least=1), usage=OBJECT),
+        error=OPENAI_ERROR,
+    )
+    counting = None
     id_prefix = "cmpl-"
 
     def parse(self, body: bytes) -> ModelRequest:

@@ -20,8 +20,21 @@ import orjson
 from gym_capture.calls import ModelReply, ModelRequest
 from gym_capture.conversation import Conversation
 from gym_capture.dialects import fields
-from gym_capture.dialects.base import ApiError, ReplyIdentity, StreamEncoder, parse_object
+from gym_capture.dialects.base import ApiError, ReplyIdentity, Route, StreamEncoder, parse_object
 from gym_capture.dialects.chat import ChatDialect
+from gym_capture.dialects.description import (
+    BOOLEAN,
+    OBJECT,
+    OPENAI_ERROR,
+    POSITIVE,
+    SAMPLING,
+    STRING,
+    array_of,
+    content_of,
+    object_of,
+    one_of,
+    reply_of,
+)
 from gym_capture.dialects.responses_input import read_items, read_tool_entries
 from gym_capture.dialects.responses_output import ID_PREFIX, ItemWriter, ResponseObject, error_param, final_status
 from gym_capture.dialects.responses_stream import ResponsesStream
@@ -41,9 +54,34 @@ _REPEATED_AS_THEY_ARE: Final = (
 )
 
 
+_BODY: Final = object_of(
+    {
+        "model": STRING,
+        "input": {
+            "anyOf": [
+                STRING,
+                array_of(
+                    object_of({"role": one_of("system", "developer", "user"), "content": content_of("input_text")}),
+                    at_least=1,
+                ),
+            ]
+        },
+    },
+    {**SAMPLING, "instructions": STRING, "max_output_tokens": POSITIVE, "stream": BOOLEAN},
+)
+
+
 class ResponsesDialect:
     """`POST /v1/responses`."""
 
+    route = Route(
+        path="/v1/responses",
+        summary="OpenAI Responses, without a store: send the whole conversation",
+        body=_BODY,
+        reply=reply_of(object=one_of("response"), status=STRING, output=array_of(OBJECT), usage=OBJECT),
+        error=OPENAI_ERROR,
+    )
+    counting = None
     id_prefix = ID_PREFIX
 
     def parse(self, body: bytes) -> ModelRequest:

@@ -131,3 +131,23 @@ class Engine(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+class EngineFactory(Protocol):
+    """What the graph's `engine` argument names, as `module:factory`: starts the engine of one replica."""
+
+    def __call__(
+        self,
+        *,
+        model: str,
+        name: str,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        engine_args: Mapping[str, Any],
+    ) -> Engine:
+        """Returns once the engine can serve; the replica takes no requests before.
+
+        `model` is a folder, `name` what clients call it; the parsers are names that the engine knows. Raises
+        `ConfigError`, naming the argument, for what cannot work.
+        """
+        ...

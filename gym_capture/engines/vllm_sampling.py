@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any, Final
 
+import msgspec
 from vllm import SamplingParams
 
 ALWAYS: Final = (
@@ -58,7 +59,7 @@ NOT_RECORDED: Final = frozenset(
 
 def recorded_sampling(params: SamplingParams) -> dict[str, Any]:
     """The parameters that shaped the generation, as they were in force. JSON all the way down."""
-    values = {name: params.__getattribute__(name) for name in (*ALWAYS, *IF_SET, *AS_A_FACT)}
+    values = msgspec.structs.asdict(params)
     recorded = {name: values[name] for name in ALWAYS if values[name] is not None}
     recorded |= {name: values[name] for name in IF_SET if values[name]}
     if params.logit_bias:

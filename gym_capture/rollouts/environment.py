@@ -49,15 +49,35 @@ class Score:
 class Environment(Protocol):
     """One session of one task."""
 
-    async def reset(self, task: Task) -> Observation: ...
+    async def reset(self, task: Task) -> Observation:
+        """What the agent starts from. Called once, first."""
+        ...
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
         """Carries out one tool call; what is wrong with it is told in the returned text."""
         ...
 
-    async def score(self, answer: str) -> Score: ...
+    async def score(self, answer: str) -> Score:
+        """The reward of what was done in this session, with the agent's last text."""
+        ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """Lets go of what the session holds. Called however the attempt ended."""
+        ...
+
+
+class EnvironmentFactory(Protocol):
+    """What makes an environment for each rollout; `--environment` names one, as `module:factory`."""
+
+    def __call__(self) -> Environment: ...
+
+
+class TaskMaker(Protocol):
+    """What makes tasks up, where none are given: `tasks` of the factory that `--environment` names."""
+
+    def __call__(self, count: int, *, seed: int) -> Sequence[Task]:
+        """The same arguments give the same tasks."""
+        ...
 
 
 _STEP_SHARE: Final = 0.3

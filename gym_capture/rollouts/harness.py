@@ -61,7 +61,14 @@ Outcome: TypeAlias = Completed | Failed
 class Harness(Protocol):
     """An agent. One harness object runs many rollouts at the same time."""
 
-    async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome: ...
+    async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
+        """Plays one attempt from `observation` on, with all of its model calls at `endpoint` and all of its tool calls
+        in `environment`.
+
+        What goes wrong with a model call is a `Failed`; what the environment raises is raised. Cancelled when the
+        attempt has taken too long.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

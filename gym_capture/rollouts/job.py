@@ -28,7 +28,7 @@ from typing import NamedTuple
 from gym_capture.errors import ConfigError, GymCaptureError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.records import check_rollout_id
-from gym_capture.rollouts.environment import Environment, Score, Task
+from gym_capture.rollouts.environment import EnvironmentFactory, Score, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness
 from gym_capture.rollouts.ledger import FailureRow, Ledger, RolloutRow
 
@@ -86,7 +86,7 @@ class RolloutJob:
     tasks: Sequence[Task]
     options: JobOptions
     harness: Harness
-    make_environment: Callable[[], Environment]
+    make_environment: EnvironmentFactory
     endpoint: Callable[[str], Endpoint]
     """Where the calls of a rollout id go."""
     clear: Callable[[str], Awaitable[None]]

@@ -12,7 +12,7 @@ import httpx
 import openai
 
 from gym_capture.auth import Keyring
-from gym_capture.rollouts.environment import Environment, Task
+from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, ToolLoop, ToolLoopOptions
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
 from gym_capture.rollouts.ledger import RolloutRow
@@ -22,7 +22,7 @@ async def run_tool_agent(
     *,
     url: str,
     tasks: Sequence[Task],
-    make_environment: Callable[[], Environment],
+    make_environment: EnvironmentFactory,
     job: JobOptions,
     loop: ToolLoopOptions,
     clear: Callable[[str], Awaitable[None]],

@@ -33,7 +33,7 @@ class ActorStore(StateClient):
         *,
         directory: Path,
         shards: int = 2,
-        store: str = "gym_capture.stores.log:LogStore.open",
+        store: str = "gym_capture.stores.log:open_log",
         store_kwargs: Mapping[str, Any] | None = None,
     ) -> ActorStore:
         """Starts actors that keep their records below `directory`, and answers once they have read them back.

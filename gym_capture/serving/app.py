@@ -2,7 +2,6 @@
 
 # No `from __future__ import annotations` here: Serve reads the annotation of `args` to validate it.
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Final
@@ -14,11 +13,11 @@ from ray.serve.config import BackpressureConfig, RequestRouterConfig
 
 from gym_capture import models
 from gym_capture.auth import Keyring
+from gym_capture.cluster.env import what_proxy_lacks
 from gym_capture.errors import ConfigError
-from gym_capture.imports import load
-from gym_capture.serving.cluster_env import what_proxy_lacks
 from gym_capture.serving.config import DEPLOYMENT, LONGEST_DRAIN_S, GraphArgs, Limits
 from gym_capture.serving.policy import Policy
+from gym_capture.stores.base import StoreFactory
 
 logger = logging.getLogger(__name__)
 
@@ -32,9 +31,10 @@ _TO_END_S: Final = 60.0
 def build_app(args: GraphArgs) -> Application:
     """The Serve application. Raises `ConfigError`, naming the key, for what cannot work."""
     args = args.model_copy(update={"model": str(model_folder(args.model))})
-    if args.state.replicas > 1 and "mirror" not in inspect.signature(load(args.state.store)).parameters:
+    if args.state.replicas > 1 and not StoreFactory.at(args.state.store).takes_mirror:
         raise ConfigError(
-            f"state.replicas: {args.state.replicas} needs a store that takes `mirror=`, and {args.state.store} does not"
+            f"state.replicas: {args.state.replicas} needs a store that takes a mirror; {args.state.store} does not "
+            "say that it does (`StoreFactory.takes_mirror`)"
         )
     if args.secret_file is not None:
         Keyring.from_file(args.secret_file)

@@ -62,8 +62,8 @@ class StateArgs(BaseModel):
     """How many state actors share the rollouts; one serves about 1,000 durable puts per second."""
     namespace: str = "gym-capture"
     """Ray namespace of the state actors: graphs that name the same one share their records."""
-    store: str = "gym_capture.stores.log:LogStore.open"
-    """Import path `module:factory` of the store that a shard hosts; called with `directory=` and `store_kwargs`."""
+    store: str = "gym_capture.stores.log:open_log"
+    """Import path `module:factory` of the store that a shard hosts (`stores.base.StoreFactory`)."""
     store_kwargs: Object = Field(default_factory=dict)
     directory: Path = DEFAULT_DIRECTORY
     """Where the shards keep their logs: with one replica, on storage that outlives the node."""
@@ -77,6 +77,9 @@ class StateArgs(BaseModel):
     """A live rollout that nothing was written to or read from for so long is retired: its records are lost to whoever
     has not fetched them. By default none is; make it longer than calls, pauses of agents and waits for a build."""
 
+
+APP_IMPORT_PATH: Final = "gym_capture.serving.app:build_app"
+"""What an application of a Serve config names to be this graph."""
 
 DEPLOYMENT: Final = "Policy"
 """The name of the deployment, in a Serve config and in Serve's status."""
@@ -117,7 +120,7 @@ class GraphArgs(BaseModel):
     model_name: str = "policy"
     """The name by which clients ask for the model."""
     engine: str = "gym_capture.engines.vllm:VllmEngine.start"
-    """Import path `module:factory` of the engine."""
+    """Import path `module:factory` of the engine (`engines.base.EngineFactory`)."""
     engine_args: Object = Field(default_factory=dict)
     """Arguments of vLLM's `AsyncEngineArgs`, by their names there."""
     tool_parser: str | None = None

@@ -15,9 +15,10 @@ import hashlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any, Final, TypeAlias
 
 from fastapi import FastAPI, Request, Response
@@ -29,13 +30,10 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
-from gym_capture.data.record_files import snapshot_json
-from gym_capture.dialects.anthropic import MessagesDialect
-from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, StreamEncoder
-from gym_capture.dialects.chat import ChatDialect
-from gym_capture.dialects.completions import CompletionsDialect
-from gym_capture.dialects.responses import ResponsesDialect
+from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, Route, StreamEncoder, TokenCounting
+from gym_capture.dialects.registry import DIALECTS
 from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
+from gym_capture.record_rows import snapshot_json
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify
@@ -44,15 +42,7 @@ from gym_capture.serving.openapi import describe
 
 logger = logging.getLogger(__name__)
 
-_CHAT: Final = ChatDialect()
-_MESSAGES: Final = MessagesDialect()
-_DIALECTS: Final[Mapping[str, Dialect]] = {
-    "/v1/chat/completions": _CHAT,
-    "/v1/completions": CompletionsDialect(),
-    "/v1/responses": ResponsesDialect(),
-    "/v1/messages": _MESSAGES,
-}
-_COUNT_TOKENS: Final = "/v1/messages/count_tokens"
+_DEFAULT: Final = DIALECTS[0]
 _ROLLOUT: Final = "/ng-rollout/{rollout_id}"
 _GREETINGS: Final = ("", "/", "/api/hello")
 """Below a base URL: what clients ask to see whether a server is there, or to warm a connection."""
@@ -97,9 +87,6 @@ def build_gateway(
     )
     model = _model(model_name, max_model_len)
 
-    async def count_tokens(request: Request) -> Response:
-        return await _classified(_MESSAGES, edge.count(request))
-
     async def models(request: Request) -> Response:
         ids = {"first_id": model_name, "last_id": model_name, "has_more": False}
         return JSONResponse({"object": "list", "data": [model], **ids})
@@ -108,7 +95,7 @@ def build_gateway(
         name = request.path_params["model"]
         if name == model_name:
             return JSONResponse(model)
-        return _error_response(_CHAT, classify(unknown_model(name, model_name)))
+        return _error_response(_DEFAULT, classify(unknown_model(name, model_name)))
 
     async def index(request: Request) -> Response:
         return JSONResponse({"name": "gym-capture", "model": model_name})
@@ -119,31 +106,34 @@ def build_gateway(
         return JSONResponse({"status": "ok" if is_well else "failing", **parts}, status_code=200 if is_well else 503)
 
     async def stats(request: Request) -> Response:
-        return await _classified(_CHAT, edge.stats())
+        return await _classified(_DEFAULT, edge.stats())
 
     async def records(request: Request) -> Response:
-        return await _classified(_CHAT, edge.records(request))
+        return await _classified(_DEFAULT, edge.records(request))
 
     for prefix in _PREFIXES:
-        routes: list[tuple[str, str, _Handler]] = [
-            ("POST", path, _answering(edge, dialect)) for path, dialect in _DIALECTS.items()
-        ]
-        routes += [
-            ("POST", _COUNT_TOKENS, count_tokens),
-            ("GET", "/v1/models", models),
-            ("GET", "/v1/models/{model:path}", one_model),
+        for spoken, answer in _answers(edge):
+            app.add_api_route(
+                prefix + spoken.path,
+                answer,
+                methods=["POST"],
+                include_in_schema=prefix in ("", _ROLLOUT),
+                openapi_extra=describe(spoken, in_rollout=prefix == _ROLLOUT),
+                operation_id=f"POST {prefix + spoken.path}",
+            )
+        looks: list[tuple[str, _Handler]] = [
+            ("/v1/models", models),
+            ("/v1/models/{model:path}", one_model),
             # Clients look whether anybody is there before they send anything.
-            *(("GET", path, index) for path in _GREETINGS if prefix + path),
+            *((path, index) for path in _GREETINGS if prefix + path),
         ]
-        for method, path, handler in routes:
-            is_call = method == "POST"
+        for path, look in looks:
             app.add_api_route(
                 prefix + path,
-                handler,
-                methods=[method],
-                include_in_schema=prefix == "" or (is_call and prefix == _ROLLOUT),
-                openapi_extra=describe(path, in_rollout=prefix == _ROLLOUT) if is_call else None,
-                operation_id=f"{method} {prefix + path}",
+                look,
+                methods=["GET"],
+                include_in_schema=prefix == "",
+                operation_id=f"GET {prefix + path}",
             )
     app.add_api_route(f"{_ROLLOUT}/token-records", records, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", healthz, methods=["GET"])
@@ -186,16 +176,24 @@ def _model(name: str, max_model_len: int) -> dict[str, Any]:
     }
 
 
-def _answering(edge: _Edge, dialect: Dialect) -> _Handler:
+def _answers(edge: _Edge) -> Iterator[tuple[Route, _Handler]]:
+    """The routes of all dialects, and what answers them."""
+    for dialect in DIALECTS:
+        yield dialect.route, _answering(dialect, partial(edge.call, dialect=dialect))
+        if dialect.counting is not None:
+            yield dialect.counting.route, _answering(dialect, partial(edge.count, counting=dialect.counting))
+
+
+def _answering(dialect: Dialect, handler: _Handler) -> _Handler:
     async def answer(request: Request) -> Response:
-        return await _classified(dialect, edge.call(request, dialect))
+        return await _classified(dialect, handler(request))
 
     return answer
 
 
 def _dialect_of(path: str) -> Dialect:
     """The dialect in which a client of `path` expects errors."""
-    return next((dialect for route, dialect in _DIALECTS.items() if route in path), _CHAT)
+    return next((dialect for dialect in DIALECTS if dialect.route.path in path), _DEFAULT)
 
 
 class _Edge:
@@ -242,11 +240,12 @@ class _Edge:
         snapshot = await self._service.snapshot(http.path_params["rollout_id"])
         return Response(await asyncio.to_thread(snapshot_json, snapshot), media_type=_JSON)
 
-    async def count(self, http: Request) -> Response:
-        """How long the prompt of a Messages request would be."""
+    async def count(self, http: Request, counting: TokenCounting) -> Response:
+        """How long the prompt of a request would be."""
         rollout_id = http.path_params.get("rollout_id")
-        request = await _parsed(_MESSAGES.parse_count, await self._admitted(http, rollout_id))
-        return Response(_MESSAGES.count(await self._service.count(request, rollout_id=rollout_id)), media_type=_JSON)
+        request = await _parsed(counting.parse, await self._admitted(http, rollout_id))
+        tokens = await self._service.count(request, rollout_id=rollout_id)
+        return Response(counting.reply(tokens), media_type=_JSON)
 
     async def call(self, http: Request, dialect: Dialect) -> Response:
         """One model call."""

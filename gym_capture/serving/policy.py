@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from ray import serve
 
 from gym_capture.auth import Keyring
-from gym_capture.engines.base import Engine
+from gym_capture.engines.base import EngineFactory
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.imports import load
 from gym_capture.serving.admission import Admission
@@ -46,7 +46,8 @@ class Policy:
                 max_idle_s=args.state.max_idle_s,
             )
             state = connect(namespace=args.state.namespace)
-        engine: Engine = load(args.engine)(
+        start_engine: EngineFactory = load(args.engine)
+        engine = start_engine(
             model=args.model,
             name=args.model_name,
             tool_parser=args.tool_parser,

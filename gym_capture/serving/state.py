@@ -15,9 +15,9 @@ import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from gym_capture.cluster.replies import answer
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
-from gym_capture.serving.replies import answer
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
 from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, Begun, StateShard
 from gym_capture.serving.stats import ShardStats

@@ -21,48 +21,25 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Protocol, cast, runtime_checkable
+from typing import Any, Final, cast
 
 from gym_capture.codec import decode_entry, encode_snapshot
 from gym_capture.errors import GymCaptureError, StaleSnapshotError, StoreError, StoreOverloadedError
-from gym_capture.imports import load
 from gym_capture.lineage_cache import LineageCache
-from gym_capture.protocols import EncodedPut, Resolution, TokenSink, TokenSource
+from gym_capture.protocols import EncodedPut, Resolution
 from gym_capture.reasons import lineage_mark
 from gym_capture.records import CallIntent
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.log import LogStats
+from gym_capture.stores.base import EncodedStore, MeasuredStore, RecordStore, StoreFactory
 
 logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES: Final = 512 << 20
 WAITING_BYTES: Final = 256 << 20
 _LOOK_FOR_IDLE_EVERY_S: Final = 60.0
-
-
-class RecordStore(TokenSink, TokenSource, Protocol):
-    """What a shard hosts: a sink and a source that can be read back when the actor restarts."""
-
-
-@runtime_checkable
-class EncodedStore(Protocol):
-    """A store that takes and gives records as the bytes in which they travel."""
-
-    async def put_many(self, puts: Sequence[EncodedPut]) -> Sequence[GymCaptureError | None]:
-        """`put` on behalf of many callers. To each, in its place: None when it is durable, or why it is not."""
-        ...
-
-    async def freeze_encoded(self, rollout_id: str) -> bytes: ...
-
-
-@runtime_checkable
-class MeasuredStore(Protocol):
-    """A store that says how its log is doing."""
-
-    def stats(self) -> LogStats: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +127,8 @@ class StateShard:
         kwargs = dict(self._store_kwargs)
         if self._replicas > 1 and self._namespace is not None:
             kwargs["mirror"] = mirror_of(index=self._index, directory=self._root, namespace=self._namespace)
-        store: RecordStore = await load(self._store_path)(directory=self._root / f"shard-{self._index:04d}", **kwargs)
-        return store
+        factory = StoreFactory.at(self._store_path)
+        return await factory.open(directory=self._root / f"shard-{self._index:04d}", **kwargs)
 
     async def describe(self) -> int:
         """How many shards share the rollouts. Answering means: the store is open and read back."""

@@ -20,6 +20,7 @@ from typing import Final, Protocol
 
 from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
 from gym_capture.rollout_state import Decision, Event
+from gym_capture.stores.base import CommitCounts
 from gym_capture.stores.frames import Draft, frame_size
 from gym_capture.stores.log_records import draft_of
 from gym_capture.stores.segments import Location, SegmentWriter
@@ -55,16 +56,6 @@ class Ledger(Protocol):
     def give_up(self, write: Write) -> None:
         """The event of `write` could not be made durable."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class CommitCounts:
-    """What a group commit did since it was started."""
-
-    records: int = 0
-    batches: int = 0
-    bytes_written: int = 0
-    failed_batches: int = 0
 
 
 @dataclass(slots=True)

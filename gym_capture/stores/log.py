@@ -18,7 +18,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -33,9 +32,10 @@ from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableErr
 from gym_capture.protocols import EncodedPut
 from gym_capture.records import CallIntent, Snapshot, TokenEntry, check_rollout_id
 from gym_capture.rollout_state import Decision, FrozenFacts
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
-from gym_capture.stores.group_commit import CommitCounts, GroupCommit, Write
+from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.mirror import Mirror
 from gym_capture.stores.reading import read_record, read_snapshot
@@ -53,23 +53,7 @@ from gym_capture.stores.segments import (
 _DISK: Final = Disk()
 
 
-@dataclass(frozen=True, slots=True)
-class LogStats:
-    """How a log store is doing, for metrics."""
-
-    live_rollouts: int
-    """Those whose first call is being made durable included."""
-    segments: int
-    total_bytes: int
-    live_bytes: int
-    queued_writes: int
-    """Writes that wait for the sync that is under way to end."""
-    has_lost_mirror: bool
-    """It should have a second copy, and has none now."""
-    commits: CommitCounts
-
-
-class LogStore:
+class LogStore(EncodedStore, MeasuredStore):
     """A `TokenSink` and a `TokenSource` on one directory. Made by `open`; lives on one event loop."""
 
     def __init__(
@@ -258,9 +242,9 @@ class LogStore:
         self._compactor.trigger()
         await self._compactor.finished()
 
-    def stats(self) -> LogStats:
+    def stats(self) -> StoreStats:
         sizes = self._index.sizes
-        return LogStats(
+        return StoreStats(
             live_rollouts=self._index.book.known_rollouts,
             segments=len(sizes),
             total_bytes=sum(sizes.values()),
@@ -299,3 +283,7 @@ class LogStore:
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreUnavailableError("this store is closed")
+
+
+open_log: Final = StoreFactory(LogStore.open, takes_mirror=True)
+"""What `state.store` names by default."""

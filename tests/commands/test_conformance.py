@@ -34,7 +34,7 @@ async def open_nothing(*, directory: Path) -> None:
 
 
 def test_every_check_is_a_row(capsys: pytest.CaptureFixture[str]) -> None:
-    assert conformance("gym_capture.stores.log:LogStore.open", "--durability", "--kwargs", '{"fsync": false}') == 0
+    assert conformance("gym_capture.stores.log:open_log", "--durability", "--kwargs", '{"fsync": false}') == 0
     shown = capsys.readouterr().out
     assert f"all {len(CHECKS) + len(DURABILITY_CHECKS)} checks passed" in shown
     assert all(name in shown for name in [*CHECKS, *DURABILITY_CHECKS])

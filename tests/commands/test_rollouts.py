@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from gym_capture.commands.rollouts import _job_id, read_tasks, summarized, with_progress
+from gym_capture.commands.rollouts import _job_id, made_tasks, read_tasks, summarized, with_progress
 from gym_capture.errors import ConfigError
-from gym_capture.rollouts.environment import Task
+from gym_capture.rollouts.environment import Register, Task
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
 
@@ -54,6 +54,13 @@ def test_a_file_without_tasks_is_refused(tmp_path: Path) -> None:
     path.write_text("\n")
     with pytest.raises(ConfigError, match="no tasks"):
         read_tasks(path)
+
+
+def test_an_environment_may_make_tasks() -> None:
+    register = "gym_capture.rollouts.environment:Register"
+    assert made_tasks(register, 2, seed=1) == Register.tasks(2, seed=1)
+    with pytest.raises(ConfigError, match=r"Task makes no tasks of its own: give it some with --tasks \(cannot load "):
+        made_tasks("gym_capture.rollouts.environment:Task", 2, seed=1)
 
 
 def test_the_bar_shows_the_mean_reward_and_what_failed() -> None:

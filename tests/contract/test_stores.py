@@ -8,6 +8,7 @@ import pytest
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, Store, run_check, run_conformance
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 
@@ -61,3 +62,19 @@ def test_suite_reports_what_a_store_does_wrong() -> None:
 
 def _assert_passed(result: Result) -> None:
     assert result.passed, f"{result.contract}\n{result.failure}"
+
+
+def test_abilities_of_a_store_are_declared() -> None:
+    assert StoreFactory.at("gym_capture.stores.log:open_log").takes_mirror
+    plain = StoreFactory.at("gym_capture.stores.memory:MemoryStore.open")
+    assert not plain.takes_mirror
+    store = asyncio.run(plain.open())
+
+    class LooksEncoded(MemoryStore):
+        async def freeze_encoded(self, rollout_id: str) -> bytes:
+            raise AssertionError("not declared, not called")
+
+    assert not isinstance(store, EncodedStore | MeasuredStore)
+    assert not isinstance(LooksEncoded(), EncodedStore)
+    assert issubclass(LogStore, EncodedStore)
+    assert issubclass(LogStore, MeasuredStore)

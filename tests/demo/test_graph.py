@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import yaml
 
-from gym_capture.commands.check_configs import APP_IMPORT_PATH, AppModels, check_config
+from gym_capture.commands.check_configs import AppModels, check_config
 from gym_capture.demo.graph import graph_config
 from gym_capture.errors import ConfigError
-from gym_capture.serving.config import DEPLOYMENT, GraphArgs, Limits
+from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT, GraphArgs, Limits
 
 CPU_DEMO = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 

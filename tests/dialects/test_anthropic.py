@@ -262,19 +262,19 @@ def test_a_reply_cannot_be_begun_by_the_client_but_it_can_be_measured() -> None:
     error = refused(messages=prefilled)
     assert error.param == "messages"
     assert "prefilling" in error.message
-    assert MESSAGES.parse_count(body(messages=prefilled)).conversation.items[-1] == AssistantTurn("{")
+    assert MESSAGES.counting.parse(body(messages=prefilled)).conversation.items[-1] == AssistantTurn("{")
 
 
 def test_AN_03_what_is_counted_is_the_prompt_that_would_be_generated_from() -> None:
     fields: dict[str, Any] = {"system": "S " * 50, "tools": [WEATHER], "thinking": {"type": "adaptive"}}
-    counted = MESSAGES.parse_count(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
+    counted = MESSAGES.counting.parse(json.dumps({"model": "m", "messages": [USER], **fields}).encode())
     assert counted.conversation == parse(**fields).conversation
     assert counted.conversation.tools == (WEATHER_TOOL,)
 
 
 def test_AN_14_what_is_counted_has_the_documents_too() -> None:
     fields: dict[str, Any] = {"messages": [user(*(block for block, _ in TEXT_BY_ANOTHER_NAME))]}
-    assert MESSAGES.parse_count(body(**fields)).conversation == parse(**fields).conversation
+    assert MESSAGES.counting.parse(body(**fields)).conversation == parse(**fields).conversation
 
 
 # --- tools and parameters ----------------------------------------------------------------------------------------
@@ -551,7 +551,7 @@ def parsed_or_refused(read: Callable[[bytes], ModelRequest], data: bytes) -> str
 
 @given(BODIES)
 def test_whatever_a_client_sends_is_read_or_refused_with_a_name(fields: dict[str, Any]) -> None:
-    for read in (MESSAGES.parse, MESSAGES.parse_count):
+    for read in (MESSAGES.parse, MESSAGES.counting.parse):
         assert parsed_or_refused(read, body(**fields)) != "refused: None"
 
 
@@ -559,7 +559,7 @@ def test_whatever_a_client_sends_is_read_or_refused_with_a_name(fields: dict[str
     "body", [b"", b"{", b"[]", b'"text"', b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000], ids=repr
 )
 def test_a_body_that_is_no_json_object_is_refused(body: bytes) -> None:
-    for read in (MESSAGES.parse, MESSAGES.parse_count):
+    for read in (MESSAGES.parse, MESSAGES.counting.parse):
         with pytest.raises(InvalidRequestError):
             read(body)
 

@@ -105,7 +105,7 @@ def test_input_tokens_are_the_whole_prompt_everywhere() -> None:
         assert message.usage.cache_read_input_tokens == message.usage.cache_creation_input_tokens == 0
     start = data_of(encoded(TEXT, reply_to(TEXT)))[0]
     assert start["message"]["usage"]["input_tokens"] == 7
-    assert json.loads(MESSAGES.count(7)) == {"input_tokens": 7}
+    assert json.loads(MESSAGES.counting.reply(7)) == {"input_tokens": 7}
 
 
 # --- streams -----------------------------------------------------------------------------------------------------

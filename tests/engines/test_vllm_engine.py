@@ -18,6 +18,7 @@ import pytest
 
 from gym_capture.builder import build
 from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
+from gym_capture.conformance.engine import ENGINE_CHECKS, closing_twice_is_harmless, run_engine_check
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import Generation, GenerationChunk
 from gym_capture.engines.vllm import VllmEngine
@@ -72,7 +73,7 @@ def running() -> Iterator[Running]:
 
         engine = runner.run(start())
         yield Running(engine, runner)
-        runner.run(engine.close())
+        runner.run(closing_twice_is_harmless(engine))
 
 
 def asking(**fields: Any) -> ModelRequest:
@@ -203,6 +204,12 @@ def test_ST_07_text_of_a_prompt_that_ends_inside_a_character_is_not_repeated(run
     assert "Once" not in turn.text
     generated = np.concatenate([chunk.token_ids for chunk in chunks])
     assert turn.text.strip("\ufffd") in template.decode(generated)
+
+
+@pytest.mark.parametrize("name", ENGINE_CHECKS)
+def test_the_engine_keeps_the_contract(running: Running, name: str) -> None:
+    result = running.runner.run(run_engine_check(name, running.engine))
+    assert result.passed, f"{result.contract}\n{result.failure}"
 
 
 def test_no_engine_process_outlives_its_holder() -> None:

@@ -12,7 +12,7 @@ from ray.actor import ActorHandle
 
 from gym_capture.serving.state import StateClient, StateShard
 
-LOG = "gym_capture.stores.log:LogStore.open"
+LOG = "gym_capture.stores.log:open_log"
 
 
 class LocalActor:

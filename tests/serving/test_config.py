@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.errors import ConfigError
 from gym_capture.serving.app import build_app, model_folder
-from gym_capture.serving.cluster_env import CLUSTER_ENV
 from gym_capture.serving.config import LONGEST_DRAIN_S, GraphArgs, Limits
 
 

@@ -15,6 +15,7 @@ from gym_capture.records import Continues, Root, TokenEntry
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
+from gym_capture.stores.base import EncodedStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
 from tests.serving.shards import client
@@ -97,7 +98,7 @@ def test_totals_are_sums() -> None:
 # --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
-class Slow(MemoryStore):
+class Slow(MemoryStore, EncodedStore):
     """A store whose disk takes its time."""
 
     def __init__(self) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.serving import app
 from gym_capture.serving.app import build_app
-from gym_capture.serving.cluster_env import CLUSTER_ENV
 from gym_capture.serving.config import GraphArgs
 
 ENV_FILE = Path(__file__).parents[2] / "serve_configs" / "cluster.env"

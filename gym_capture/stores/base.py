@@ -1,0 +1,86 @@
+"""The store seam: what a state actor hosts, how it is opened, and what a store may be able to do beyond that.
+
+Invariant: an ability is declared, never guessed from what an object looks like. A store has the abilities whose classes
+it names as its bases; what its opening takes, its `StoreFactory` says. A store without any works all the same.
+
+Flow: `state.store` names a factory -> each state actor opens one store with it -> calls reach the store through the
+methods of `RecordStore`, or of the abilities that it has. `gym_capture.conformance` checks any of them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from gym_capture.errors import GymCaptureError
+from gym_capture.imports import load
+from gym_capture.protocols import EncodedPut, TokenSink, TokenSource
+
+
+class RecordStore(TokenSink, TokenSource, Protocol):
+    """What every store is: records written through it are read back through it, also after a restart."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFactory:
+    """What `state.store` names. A coroutine function alone does as well: it is a factory without abilities."""
+
+    open: Callable[..., Awaitable[RecordStore]]
+    """`await open(directory=..., **store_kwargs)`, called once by each state actor when it starts, and when it
+    restarts. `directory` is that actor's alone."""
+    takes_mirror: bool = False
+    """Whether `open` takes `mirror=` (a `stores.mirror.Mirror`) and keeps a second copy of all it acknowledges there:
+    what `state.replicas: 2` needs."""
+
+    @classmethod
+    def at(cls, path: str) -> StoreFactory:
+        """The factory that the import path `module:name` names. Raises `ConfigError` if there is nothing."""
+        found = load(path)
+        return found if isinstance(found, cls) else cls(found)
+
+
+class EncodedStore(ABC):
+    """A store that takes and gives records as the bytes in which they travel: then nothing is encoded twice."""
+
+    @abstractmethod
+    async def put_many(self, puts: Sequence[EncodedPut]) -> Sequence[GymCaptureError | None]:
+        """`put` on behalf of many callers. To each, in its place: None when it is durable, or why it is not."""
+
+    @abstractmethod
+    async def freeze_encoded(self, rollout_id: str) -> bytes:
+        """`freeze`, as `codec.encode_snapshot` writes it."""
+
+
+class MeasuredStore(ABC):
+    """A store that says how it is doing: `/stats` and the metrics of its actor show it."""
+
+    @abstractmethod
+    def stats(self) -> StoreStats: ...
+
+
+@dataclass(frozen=True, slots=True)
+class CommitCounts:
+    """What a group commit did since it was started."""
+
+    records: int = 0
+    batches: int = 0
+    bytes_written: int = 0
+    failed_batches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """How a store is doing."""
+
+    live_rollouts: int
+    """Those whose first call is being made durable included."""
+    segments: int
+    total_bytes: int
+    live_bytes: int
+    queued_writes: int
+    """Writes that wait for the sync that is under way to end."""
+    has_lost_mirror: bool
+    """It should have a second copy, and has none now."""
+    commits: CommitCounts
