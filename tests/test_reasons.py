@@ -46,6 +46,7 @@ OTHER_WORDS = {
     ("incomplete", "gym_capture/dialects/responses_output.py"): "a response's status",
     ("incomplete", "gym_capture/codec.py"): "a field of a snapshot",
     ("incomplete", "gym_capture/data/record_files.py"): "a column",
+    ("incomplete", "gym_capture/record_rows.py"): "a column",
     ("incomplete", "gym_capture/commands/records.py"): "a column",
     ("incomplete", "gym_capture/serving/metrics.py"): "a field of the counts",
     ("incomplete", "gym_capture/conformance/checks.py"): "a field of a snapshot",

@@ -17,6 +17,7 @@ from gym_capture.conformance.lineage import (
     StoreWithLineage,
     run_lineage_check,
 )
+from gym_capture.errors import GymCaptureError
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.records import CallIntent, Snapshot, TokenEntry, Unresolved
@@ -35,7 +36,9 @@ class Shard:
         return (await self._shard.begin(intent, ())).epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._shard.put(encode_entry(entry.as_delta()), epoch)
+        (answer,) = await self._shard.batch([("put", (encode_entry(entry.as_delta()), epoch))])
+        if isinstance(answer, GymCaptureError):
+            raise answer
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         await self._shard.abandon_call(rollout_id, call_id, epoch)

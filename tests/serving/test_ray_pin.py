@@ -19,6 +19,11 @@ import gym_capture
 _PRIVATE = {
     ("ray.serve._private.request_router.common", "PendingRequest"): "rollout affinity behind Serve's own proxy",
     ("ray.serve._private.constants", "RAY_SERVE_ENABLE_HA_PROXY"): "knowing that HAProxy stands in front",
+    (
+        "ray.serve._private.constants",
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
+    ): "warning of an HAProxy that misses clients",
+    ("ray._private.worker", "global_worker"): "draining: knowing that Serve wants this replica to end",
 }
 _PACKAGE = Path(gym_capture.__file__).parent
 

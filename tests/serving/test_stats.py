@@ -15,7 +15,6 @@ from gym_capture.records import Continues, Root, TokenEntry
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
-from gym_capture.stores.base import EncodedStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
 from tests.serving.shards import client
@@ -98,7 +97,7 @@ def test_totals_are_sums() -> None:
 # --- back-pressure ---------------------------------------------------------------------------------------------------
 
 
-class Slow(MemoryStore, EncodedStore):
+class Slow(MemoryStore):
     """A store whose disk takes its time."""
 
     def __init__(self) -> None:
