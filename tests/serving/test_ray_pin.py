@@ -22,7 +22,7 @@ _PRIVATE = {
     (
         "ray.serve._private.constants",
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
-    ): "warning of an HAProxy that misses clients",
+    ): "warning of an HAProxy that misses who leaves",
     ("ray._private.worker", "global_worker"): "draining: knowing that Serve wants this replica to end",
 }
 _PACKAGE = Path(gym_capture.__file__).parent
