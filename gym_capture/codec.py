@@ -28,7 +28,6 @@ Text is written as UTF-8 that lets lone surrogates pass: a model can generate ha
 from __future__ import annotations
 
 import hashlib
-import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -37,8 +36,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-import orjson
 
+from gym_capture.codec_json import dump_json, load_json, load_object, to_text
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.reasons import ProblemReason
 from gym_capture.records import (
@@ -78,11 +77,11 @@ _HEADER_FIELDS: Final = frozenset(
     (
         *("rollout_id", "model_call_id", "model", "requested_model", "has_tools"),
         # left out at their default
-        *("prompt_offset", "token_item_index", "turn_key", "asked_key", "stopped_turn_key", "digest"),
+        *("prompt_offset", "token_item_index", "turn_key", "asked_key", "digest"),
         *("finish_reason", "stop_reason", "delivered"),
         *("prefix_requested", "prefix_supplied", "max_tokens"),
         # structured; left out when empty
-        *("parent", "weight_versions", "sampling", "normalized"),
+        *("parent", "weight_versions", "sampling", "normalized", "other_turn_keys"),
         "arrays",
     )
 )
@@ -92,20 +91,6 @@ _SNAPSHOT_FIELDS: Final = frozenset(
 _INTENT_KEYS: Final = ("request_key", "asked_key", "answer_key")
 """Left out when empty; intents from before there were any have none."""
 _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest", *_INTENT_KEYS))
-
-# The standard library's encoder keeps what orjson refuses (lone surrogates, integers over 64 bits, keys that are
-# numbers) and what orjson would silently write as null (infinities).
-_to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
-_from_json: Final = json.JSONDecoder().decode
-_NULL: Final = b"null"
-"""What orjson writes for an infinity; and for None, and as part of a text."""
-_MANY_DIGITS: Final = b"0" * 19
-"""An integer beyond 64 bits, maybe: orjson would make it a float."""
-_ANY_DIGIT_AS_0: Final = bytes.maketrans(b"123456789", b"000000000")
-_BY_THE_BOOK: Final = (
-    orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
-)
-"""What is not JSON is refused, as by the standard library."""
 
 
 class EntryKey(NamedTuple):
@@ -167,8 +152,6 @@ def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) ->
         header["turn_key"] = entry.turn_key
     if entry.asked_key is not None:
         header["asked_key"] = entry.asked_key
-    if entry.stopped_turn_key is not None:
-        header["stopped_turn_key"] = entry.stopped_turn_key
     if entry.digest is not None:
         header["digest"] = entry.digest
     if entry.finish_reason is not None:
@@ -191,6 +174,8 @@ def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) ->
         header["sampling"] = dict(entry.sampling)
     if entry.normalized:
         header["normalized"] = entry.normalized
+    if entry.other_turn_keys:
+        header["other_turn_keys"] = dict(entry.other_turn_keys)
     header["arrays"] = arrays
 
     header_bytes = _padded(_header_bytes(entry, header), b" ")
@@ -205,7 +190,7 @@ def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) ->
 def peek_entry(data: bytes) -> EntryKey:
     """Which call the bytes are of, without decoding the rest. Raises `RecordError` if that cannot be read."""
     header_len, _, _, digest = _read_prefix(data)
-    header = _load_object(data[_PREFIX.size : _PREFIX.size + header_len], "header")
+    header = load_object(data[_PREFIX.size : _PREFIX.size + header_len], "header")
     rollout_id, call_id = header.get("rollout_id"), header.get("model_call_id")
     if not isinstance(rollout_id, str) or not isinstance(call_id, str):
         raise RecordError("the header of an encoded entry must name its rollout and its call", field="header")
@@ -226,14 +211,15 @@ def decode_entry(data: bytes) -> TokenEntry:
     body = memoryview(data)[_PREFIX.size :]
     if _payload_digest(data[: _SIZES.size], body) != digest:
         raise RecordError("the digest of an encoded entry does not match its bytes: it was damaged", field="payload")
-    header = _load_object(bytes(body[:header_len]), "header")
+    header = load_object(bytes(body[:header_len]), "header")
     _refuse_unknown(header.keys() - _HEADER_FIELDS, what="an encoded entry")
-    items = _load(bytes(body[header_len : header_len + content_len]), "output_items")
+    items = load_json(bytes(body[header_len : header_len + content_len]), "output_items")
     try:
         arrays = _read_arrays(data, header.pop("arrays"), offset=_PREFIX.size + header_len + content_len)
         parent = _parent_from_json(header.pop("parent", None))
         spans = tuple(WeightSpan(start, end, version) for start, end, version in header.pop("weight_versions", ()))
         normalized = tuple(header.pop("normalized", ()))
+        other_turn_keys = dict(header.pop("other_turn_keys", ()))
         return TokenEntry(
             prompt_token_ids=arrays["prompt_token_ids"],
             generation_token_ids=arrays["generation_token_ids"],
@@ -244,6 +230,7 @@ def decode_entry(data: bytes) -> TokenEntry:
             output_items=tuple(items),
             weight_versions=spans,
             normalized=normalized,
+            other_turn_keys=other_turn_keys,
             created_at=created_at,
             **header,
         )
@@ -322,7 +309,7 @@ def _parent_from_json(value: list[Any] | None) -> Parent | None:
 def encode_intent(intent: CallIntent) -> bytes:
     """The bytes of an intent: one JSON object."""
     keys = {"request_key": intent.request_key, "asked_key": intent.asked_key, "answer_key": intent.answer_key}
-    return _to_json(
+    return to_text(
         {
             "v": CODEC_VERSION,
             "rollout_id": intent.rollout_id,
@@ -336,7 +323,7 @@ def encode_intent(intent: CallIntent) -> bytes:
 
 def decode_intent(data: bytes) -> CallIntent:
     """The intent. Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged."""
-    fields = _load_object(data, "intent")
+    fields = load_object(data, "intent")
     _check_version(fields.get("v"), what="an encoded intent")
     _refuse_unknown(fields.keys() - _INTENT_FIELDS, what="an encoded intent")
     try:
@@ -368,7 +355,7 @@ def join_snapshot(
     calls after their entries were encoded (`with_delivery`).
     """
     header = _padded(
-        _to_json(
+        to_text(
             {
                 "rollout_id": snapshot.rollout_id,
                 "snapshot_id": snapshot.snapshot_id,
@@ -396,7 +383,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
     _, version, _, header_len, _ = _SIZES.unpack_from(data)
     _check_version(version, what="an encoded snapshot")
     offset = _SIZES.size + header_len
-    header = _load_object(data[_SIZES.size : offset], "header")
+    header = load_object(data[_SIZES.size : offset], "header")
     _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS, what="an encoded snapshot")
     if header.keys() | {"lost_calls"} != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
@@ -448,7 +435,7 @@ def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry 
 
 def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
     try:
-        return _dump(header)
+        return dump_json(header)
     except (TypeError, ValueError, RecursionError):
         for name, value in header.items():
             _json_bytes(entry, name, value)
@@ -457,40 +444,9 @@ def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
 
 def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
     try:
-        return _dump(value)
+        return dump_json(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise _error(entry, field, f"must be JSON: {error}") from error
-
-
-def _dump(value: object) -> bytes:
-    """JSON. What is none raises, but for an enum or a UUID, which is written as its value."""
-    try:
-        data = orjson.dumps(value, option=_BY_THE_BOOK)
-    except orjson.JSONEncodeError:
-        pass  # what the slower one writes, or has the better words for
-    else:
-        if _NULL not in data:
-            return data
-    return _to_json(value).encode("utf-8", "surrogatepass")
-
-
-def _load(data: bytes, field: str) -> Any:
-    if _MANY_DIGITS not in data.translate(_ANY_DIGIT_AS_0):
-        try:
-            return orjson.loads(data)
-        except orjson.JSONDecodeError:
-            pass  # lone surrogates, numbers that are none: what the slower one reads, or has the better words for
-    try:
-        return _from_json(data.decode("utf-8", "surrogatepass"))
-    except (ValueError, RecursionError) as error:
-        raise RecordError(f"{field} is not readable JSON: {error}", field=field) from error
-
-
-def _load_object(data: bytes, field: str) -> dict[str, Any]:
-    value = _load(data, field)
-    if not isinstance(value, dict):
-        raise RecordError(f"{field} must be a JSON object", field=field)
-    return value
 
 
 def _padded(data: bytes, fill: bytes) -> bytes:

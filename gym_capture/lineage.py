@@ -22,7 +22,7 @@ from typing import Final
 import numpy as np
 
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.reasons import ProblemReason, RequestRule, UnresolvedReason
+from gym_capture.reasons import ProblemReason, UnresolvedReason
 from gym_capture.records import (
     Continues,
     IdArray,
@@ -100,7 +100,7 @@ class LineageIndex:
                 parent = _the_one(owners)
                 if parent is None:
                     return Unresolved(UnresolvedReason.AMBIGUOUS)
-                rule = None if parent.owned_key == turn_keys[turn] else RequestRule.STOP_STRING_PUT_BACK
+                rule = None if parent.owned_key == turn_keys[turn] else parent.other_keys[turn_keys[turn]]
                 return Resolved(parent.call_id, turn, parent.strand.ids(parent.end), rule)
         is_rewritten = not rollout.asked.isdisjoint(asked_keys)
         return Unresolved(UnresolvedReason.REWRITTEN_TURN if is_rewritten else UnresolvedReason.NO_MATCH)
@@ -197,11 +197,12 @@ class _Strand:
 class _Call:
     """A call: the first `end` ids of `strand`."""
 
-    __slots__ = ("call_id", "delivered", "digest", "end", "owned_key", "strand")
+    __slots__ = ("call_id", "delivered", "digest", "end", "other_keys", "owned_key", "strand")
 
     def __init__(self, entry: TokenEntry, strand: _Strand, digest: bytes) -> None:
         self.call_id = entry.model_call_id
         self.owned_key = _owned_key(entry)
+        self.other_keys = entry.other_turn_keys
         self.delivered = entry.delivered
         self.strand = strand
         self.end = entry.cum_len
@@ -277,7 +278,7 @@ class _Rollout:
         self.continued.add(entry.parent.call_id if isinstance(entry.parent, Continues) else None)
         self.has_unproven = self.has_unproven or isinstance(entry.parent, Unresolved)
         if call.owned_key is not None:
-            for key in filter(None, dict.fromkeys((call.owned_key, entry.stopped_turn_key))):
+            for key in dict.fromkeys((call.owned_key, *call.other_keys)):
                 if key not in self.owners:
                     self.owners[key] = []
                     self.nbytes += _OWNED_KEY_BYTES + sys.getsizeof(key)

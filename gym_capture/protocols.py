@@ -119,7 +119,7 @@ class LineageStore(Protocol):
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         """`turn_keys`: for each assistant turn of the request, in order, the fingerprint of everything up to and
         including it (`fingerprint.turn_keys`). The latest one that a recorded call owns decides; a call owns its
-        `turn_key`, and its `stopped_turn_key`, of which `Resolved.rule` then tells. Candidates that differ in ids give
+        `turn_key`, and its `other_turn_keys`, of which `Resolved.rule` then tells. Candidates that differ in ids give
         `Unresolved("ambiguous")`. Never answers with another rollout's ids.
         """
         ...

@@ -389,6 +389,11 @@ class RequestRule(Reason):
         "stop_string_put_back",
         "The client put back the stop string that ended the parent's turn; the policy did sample it.",
     )
+    CUT_CALL_LEFT_OUT = ("cut_call_left_out", "The client's turn lacks the call that the parent's limit cut.")
+    CUT_CALL_CLOSED = (
+        "cut_call_closed",
+        "The client's turn closes the call that the parent's limit cut.",
+    )
     TOOL_LEFT_OUT = (
         "tool_left_out",
         "A tool that only its vendor's servers run was not offered to the policy; its type follows the name.",

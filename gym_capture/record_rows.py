@@ -43,7 +43,7 @@ def call_row(entry: TokenEntry) -> dict[str, Any]:
         "token_item_index": entry.token_item_index,
         "turn_key": entry.turn_key,
         "asked_key": entry.asked_key,
-        "stopped_turn_key": entry.stopped_turn_key,
+        "other_turn_keys": [{"turn_key": key, "rule": rule} for key, rule in entry.other_turn_keys.items()],
         "digest": entry.digest,
         "finish_reason": entry.finish_reason,
         "stop_reason": entry.stop_reason,

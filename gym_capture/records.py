@@ -112,8 +112,8 @@ class TokenEntry:
     asked_key: str | None = None
     """Fingerprint of the conversation that the turn was generated for, without the turn: by it lineage knows a turn
     that a client rewrote. None: imported, or raw text."""
-    stopped_turn_key: str | None = None
-    """As `turn_key`, of the turn with the stop string put back that ended it; None if none did."""
+    other_turn_keys: Mapping[str, str] = field(default_factory=dict)
+    """As `turn_key`, of the turn as some clients are known to hand it back -> the name of the rule (`echoes`)."""
     digest: str | None = None
     """`digest_ids` of the cumulative ids (whole prompt + generation); None for imported records without one."""
     finish_reason: str | None = None

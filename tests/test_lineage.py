@@ -192,7 +192,7 @@ def test_delivery_tells_ids_apart_not_calls() -> None:
 
 
 def test_a_turn_with_its_stop_string_put_back_is_that_calls_turn() -> None:
-    stopped = replace(A, stopped_turn_key="a and its stop string")
+    stopped = replace(A, other_turn_keys={"a and its stop string": "stop_string_put_back"})
     index = indexed(stopped, B)
     assert parent_of(index, "a and its stop string") == "a"
     resolution = index.resolve("r", ("a and its stop string",))

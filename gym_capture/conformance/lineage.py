@@ -98,9 +98,9 @@ async def latest_known_turn_decides(store: StoreWithLineage) -> None:
     _expect_parent(await store.resolve("r", ("a few-shot turn", *_keys(first))), first, turn=1)
 
 
-async def stop_string_may_be_put_back(store: StoreWithLineage) -> None:
-    """A call owns its turn with the stop string put back that ended it, too; the answer names the rule."""
-    entry = replace(sample_entry("r", "c"), stopped_turn_key="with the stop string")
+async def turn_may_be_handed_back_otherwise(store: StoreWithLineage) -> None:
+    """A call owns its turn as some clients hand it back, too; the answer names the rule."""
+    entry = replace(sample_entry("r", "c"), other_turn_keys={"with the stop string": RequestRule.STOP_STRING_PUT_BACK})
     await _record(store, entry, await store.begin_call(sample_intent("r", "c")))
     for key, rule in ((entry.turn_key or "", None), ("with the stop string", RequestRule.STOP_STRING_PUT_BACK)):
         resolution = await store.resolve("r", (key,))
@@ -258,7 +258,7 @@ LINEAGE_CHECKS: Final[Mapping[str, LineageCheck]] = {
         recorded_call_is_resolved,
         ids_of_deltas_are_whole,
         latest_known_turn_decides,
-        stop_string_may_be_put_back,
+        turn_may_be_handed_back_otherwise,
         branches_share_their_parent,
         unknown_turn_is_unresolved,
         never_across_rollouts,

@@ -64,7 +64,11 @@ CALL_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("token_item_index", pa.int64()),
         pa.field("turn_key", pa.string()),
         pa.field("asked_key", pa.string()),
-        pa.field("stopped_turn_key", pa.string()),
+        pa.field(
+            "other_turn_keys",
+            pa.list_(pa.struct([("turn_key", pa.string()), ("rule", pa.string())])),
+            nullable=False,
+        ),
         pa.field("digest", pa.string()),
         pa.field("finish_reason", pa.string()),
         pa.field("stop_reason", pa.string()),

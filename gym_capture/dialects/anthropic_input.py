@@ -11,12 +11,10 @@ that was cut by a limit does not travel so (`anthropic_reply`): nobody could run
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Final
 
 import orjson
-from pydantic_core import from_json
 
 from gym_capture.dialects import fields
 
@@ -37,24 +35,6 @@ def input_json(arguments: str) -> str:
     if isinstance(value, dict) and not _is_wrapped(value):
         return arguments
     return orjson.dumps({_WRAPPER: arguments}).decode()
-
-
-def is_cut(arguments: str) -> bool:
-    """Whether the text is the beginning of an object, and no more."""
-    text = arguments.strip()
-    if not text.startswith("{"):
-        return not text
-    try:
-        json.JSONDecoder().raw_decode(text)
-    except ValueError:
-        try:
-            from_json(text, allow_partial=True)
-        except ValueError:
-            return False
-        return True
-    except RecursionError:
-        return False
-    return False
 
 
 def arguments_of(value: Mapping[str, Any], param: str) -> str:

@@ -21,6 +21,7 @@ import numpy as np
 
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage, sendable
 from gym_capture.conversation import AssistantTurn
+from gym_capture.echoes import echoes
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
 from gym_capture.errors import (
     EngineError,
@@ -236,12 +237,15 @@ class CallInFlight:
         supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)
         items, token_item_index = output_items(turn)
         last = self._chunks[-1]
-        turn_key = asked_key = stopped_turn_key = None
+        turn_key = asked_key = None
+        other_turn_keys: dict[str, str] = {}
         if self.request.raw_prompt is None:  # nothing continues raw text: no conversation like it was rendered
             asked_key, turn_key = tracked.fingerprint.asked_key, tracked.fingerprint.key_with(turn)
-            if not turn.tool_calls and last.stop_reason in self._generation.sampling.get("stop", ()):
-                put_back = turn._replace(text=turn.text + (last.stop_reason or ""))
-                stopped_turn_key = tracked.fingerprint.key_with(put_back)
+            stops = self._generation.sampling.get("stop", ())
+            for rule, echo in echoes(
+                turn, finish_reason=finish_reason, stop_reason=last.stop_reason, stop_strings=stops
+            ):
+                other_turn_keys[tracked.fingerprint.key_with(echo)] = str(rule)
         return TokenEntry(
             rollout_id=tracked.rollout_id,
             model_call_id=self.call_id,
@@ -256,7 +260,7 @@ class CallInFlight:
             token_item_index=token_item_index,
             turn_key=turn_key,
             asked_key=asked_key,
-            stopped_turn_key=stopped_turn_key,
+            other_turn_keys=other_turn_keys,
             digest=digest_ids(prompt_ids, generated),
             finish_reason=finish_reason,
             stop_reason=last.stop_reason,

@@ -141,7 +141,7 @@ class ToTheLetter(Recorded):
     """Knows turns only as they were sent."""
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await super().put(replace(entry, stopped_turn_key=None), epoch=epoch)
+        await super().put(replace(entry, other_turn_keys={}), epoch=epoch)
 
 
 class Promiscuous(Recorded):
@@ -181,7 +181,7 @@ class Guesses(Recorded):
     ("wrong", "name", "failure"),
     [
         (OffByOne, "recorded_call_is_resolved", "cumulative ids: got [1, 2, 3, 4], expected [1, 2, 3, 4, 5]"),
-        (ToTheLetter, "stop_string_may_be_put_back", "call c must be the parent: got Unresolved"),
+        (ToTheLetter, "turn_may_be_handed_back_otherwise", "call c must be the parent: got Unresolved"),
         (Promiscuous, "never_across_rollouts", "before the other rollout has a call: got Resolved"),
         (Late, "put_is_visible_when_acknowledged", "call c0 must be the parent: got Unresolved"),
         (NeverForgets, "earlier_attempts_are_forgotten", "after clear: got Resolved"),

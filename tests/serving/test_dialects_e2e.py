@@ -56,7 +56,9 @@ async def messages_turn(
         for block in message.content
         if block.type == "tool_use"
     ]
-    assert bool(results) is forced
+    # A call that the limit cut is none that could be run: no block of a whole reply, and an unfinished one of a stream.
+    assert forced or not results
+    assert results or not forced or message.stop_reason == "max_tokens"
     history.append({"role": "user", "content": [*results, {"type": "text", "text": "And now?"}]})
     return counted.input_tokens, message.usage.input_tokens
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Final
 
+import httpx2
 import pytest
+from anthropic import AsyncAnthropic
 
-from gym_capture.calls import ModelRequest
+from gym_capture.calls import ModelRequest, TextDelta, ToolCallDelta, ToolCallStart
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step
 from gym_capture.records import Continues, Parent, Unresolved
@@ -101,3 +103,68 @@ def test_another_history_is_no_rewritten_turn(template: HfChatTemplate) -> None:
         return (await replica.state.entries())[-1].parent
 
     assert asyncio.run(run()) == Unresolved("no_match")
+
+
+# --- calls that a limit cut ------------------------------------------------------------------------------------------
+
+BEGUN: Final = '{"city": "Ro'
+
+
+def cut(template: HfChatTemplate, text: str = "") -> Script:
+    """A call whose arguments end in the middle."""
+    ids = template.encode_plain(f'{text}<tool_call>{{"name": "look", "arguments": {BEGUN}').tolist()
+    call = ToolCallStart(0, "c1", "look"), ToolCallDelta(0, BEGUN)
+    prose = (TextDelta(text),) if text else ()
+    return Script(steps=[Step(token_ids=ids, events=(*prose, *call))], finish_reason="length")
+
+
+@pytest.mark.parametrize("text", ["", "Let me look."])
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_what_anthropic_s_library_makes_of_a_cut_call_is_that_call(
+    template: HfChatTemplate, stream: bool, text: str
+) -> None:
+    async def run() -> None:
+        replica = Replica(template, lambda _: cut(template, text))
+        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(replica.app), trust_env=False)
+        client = AsyncAnthropic(
+            api_key="none", base_url="http://gateway/ng-rollout/r1", http_client=http, max_retries=0
+        )
+        messages: list[Any] = [{"role": "user", "content": ASK}]
+        for _ in range(2):
+            fields: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": messages}
+            if stream:
+                async with client.messages.stream(**fields) as events:
+                    reply = await events.get_final_message()
+            else:
+                reply = await client.messages.create(**fields)
+            assert reply.stop_reason == "max_tokens"
+            calls = [block for block in reply.content if block.type == "tool_use"]
+            assert len(calls) == int(stream), "nobody is handed a call that he could run"
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "cut"} for call in calls]
+            messages += [
+                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]},
+                {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
+            ]
+        first, second = await replica.state.entries()
+        assert second.parent == Continues(first.model_call_id, first.cum_len)
+        assert second.normalized == ("cut_call_closed" if stream else "cut_call_left_out",)
+        assert second.prompt_token_ids[: first.cum_len].tolist() == first.cumulative_ids().tolist()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("arguments", ['{"city": "Ro"}', '{"city": "Rome"}'], ids=["closed by hand", "completed"])
+def test_a_cut_call_that_a_client_made_whole_is_another_call(template: HfChatTemplate, arguments: str) -> None:
+    async def run() -> None:
+        replica = Replica(template, lambda _: cut(template, "Let me look."))
+        await replica.chat(max_tokens=9)
+        made = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+        await replica.chat(
+            {"role": "user", "content": "hi"},
+            {"role": "assistant", "content": "Let me look.", "tool_calls": [made]},
+            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+        )
+        *_, last = await replica.state.entries()
+        assert last.parent == Unresolved("rewritten_turn")
+
+    asyncio.run(run())

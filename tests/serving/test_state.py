@@ -56,7 +56,9 @@ def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_ac
         state = client(tmp_path)
         epoch = await state.begin_call(intent("a"))
         entry = replace(
-            call("a", [1, 2], [3], parent=Root(), turn_key="k1"), asked_key="asked", stopped_turn_key="with stop"
+            call("a", [1, 2], [3], parent=Root(), turn_key="k1"),
+            asked_key="asked",
+            other_turn_keys={"with stop": "stop_string_put_back"},
         )
         await state.put(entry, epoch=epoch)
         put_back = (await state.begin(intent("b"), ["with stop"], ["asked"])).resolution
