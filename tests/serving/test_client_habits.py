@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -91,7 +92,10 @@ def test_ST_14_a_client_of_a_silent_engine_hears_enough_to_go_on_waiting(
                 seen = [event.type async for event in await client.messages.create(**arguments, stream=True)]
         assert seen[0] == "message_start"
         assert seen[-1] == "message_stop"
-        assert "ping" not in seen  # the SDK keeps them to itself: whoever counts what it shows counts nothing
+        # The SDK keeps them to itself. Claude Code counts what the SDK shows, so its users are told of its limits.
+        assert "ping" not in seen
+        clients = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
+        assert all(limit in clients for limit in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS"))
         assert len(replica.engine.calls) == 1
 
     asyncio.run(run())

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gym_capture.builder import build
 from gym_capture.calls import ToolCallDelta, ToolCallStart
 from gym_capture.conversation import Conversation, Message
 from gym_capture.dialects import fields
@@ -457,18 +458,36 @@ def test_a_rollout_that_was_consumed_refuses_late_calls(template: HfChatTemplate
 # --- the engine fails --------------------------------------------------------------------------------------------
 
 
-def test_an_error_in_the_middle_of_a_stream_ends_it_without_done(template: HfChatTemplate) -> None:
+ENDINGS = {
+    "chat/completions": ({"messages": [USER]}, 'data: {"error":', "[DONE]"),
+    "completions": ({"prompt": "hi"}, 'data: {"error":', "[DONE]"),
+    "messages": ({"messages": [USER], "max_tokens": 9}, "event: error\n", "message_stop"),
+    "responses": ({"input": "hi"}, "event: response.failed\n", "response.completed"),
+}
+"""By route: a body, how what ends a broken stream begins, and what would end a whole one."""
+
+
+@pytest.mark.parametrize("raises", [EngineError("out of memory"), None], ids=["an error", "nothing more"])
+@pytest.mark.parametrize("route", ENDINGS)
+def test_ST_08_a_stream_that_ends_early_is_no_reply_and_nothing_to_train_on(
+    template: HfChatTemplate, route: str, raises: Exception | None
+) -> None:
     async def run() -> None:
-        broken = Script(steps=[Step(token_ids=[5], text="He")], raises=EngineError("out of memory"))
+        broken = Script(steps=[Step(token_ids=[5], text="par")], raises=raises, finish_reason=None)
         replica = Replica(template, always(broken))
-        response = await replica.chat(USER, stream=True)
-        *_, last = [line for line in response.text.split("\n\n") if line]
-        assert json.loads(last.removeprefix("data: "))["error"]["type"] == "server_error"
-        assert "[DONE]" not in response.text
-        (entry,) = await replica.state.entries()
-        assert entry.finish_reason == "abort"
-        assert entry.generation_token_ids.tolist() == [5]
-        assert (await replica.state.snapshot()).incomplete == ()
+        body, begins, never = ENDINGS[route]
+        path = f"/ng-rollout/r1/v1/{route}"
+        response = await replica.http.post(path, json={"model": "policy", "stream": True, **body})
+        *_, last = [frame for frame in response.text.split("\n\n") if frame]
+        assert "par" in response.text
+        assert last.startswith(begins)
+        assert ("out of memory" if raises else "the engine stopped without saying why") in last
+        assert never not in response.text
+        snapshot = await replica.state.snapshot()
+        (entry,) = snapshot.entries
+        assert (entry.finish_reason, entry.generation_token_ids.tolist()) == ("abort", [5])
+        assert snapshot.incomplete == ()
+        assert not any(chain.loss_mask.any() for chain in build(snapshot).trajectories)
 
     asyncio.run(run())
 
