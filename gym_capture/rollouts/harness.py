@@ -11,6 +11,7 @@ appended -> next model call ... -> an answer without tool calls ends it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
 
+_LONGEST_WAIT_S: Final = 60.0
 _LONGEST_DETAIL: Final = 500
 
 
@@ -145,11 +147,16 @@ class ToolLoop:
             "temperature": self._options.temperature,
             **(tools if observation.tools else {}),
         }
-        try:
-            completion: ChatCompletion = await client.chat.completions.create(**request)
-        except openai.OpenAIError as error:
-            return error
-        return completion
+        while True:
+            try:
+                completion: ChatCompletion = await client.chat.completions.create(**request)
+            except openai.OpenAIError as error:
+                wait_s = _busy_for_s(error)
+                if wait_s is None:
+                    return error
+                await asyncio.sleep(wait_s)  # the rollout's own clock goes on
+            else:
+                return completion
 
 
 async def _carry_out(name: str, arguments: str, environment: Environment) -> str:
@@ -187,6 +194,17 @@ def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
         # 404 is also what a proxy says while its routes change.
         return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
     return Failed(AttemptFailure.MALFORMED_REPLY, detail, n_calls)
+
+
+def _busy_for_s(error: openai.OpenAIError) -> float | None:
+    """How long a server that has too many calls asks to be left alone; None: it says nothing of the kind."""
+    if not isinstance(error, openai.APIStatusError) or error.status_code not in (429, 503, 529):
+        return None
+    try:
+        wait_s = float(error.response.headers["retry-after"])
+    except (KeyError, ValueError):
+        return None
+    return min(max(wait_s, 0.1), _LONGEST_WAIT_S) if wait_s == wait_s else None
 
 
 def _said(error: openai.APIStatusError) -> str:

@@ -147,6 +147,21 @@ def test_what_the_server_does_wrong_is_a_value_with_a_name(script: Script, reaso
     assert (outcome.reason, outcome.retryable) == (reason, retryable)
 
 
+@pytest.mark.parametrize("code", [429, 503, 529])
+def test_a_server_that_is_busy_is_asked_again_when_it_says_and_no_attempt_is_used_up(code: int) -> None:
+    refusals = iter(range(7))  # more than the library's own tries
+
+    async def script(call: Call) -> web.Response:
+        if next(refusals, None) is None:
+            return completion({"content": "33"})
+        body = {"error": {"message": "2 calls run here and 2 wait", "type": "overloaded"}}
+        return web.json_response(body, status=code, headers={"Retry-After": "0.01"})
+
+    outcome, server = play(script, options=ToolLoopOptions(forced_calls=0))
+    assert outcome == Completed("33", n_calls=1)
+    assert len(server.calls) == 8
+
+
 def test_a_server_that_is_not_there_is_a_failed_connection() -> None:
     async def run() -> Outcome:
         environment = Register()
