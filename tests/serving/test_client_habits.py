@@ -95,7 +95,7 @@ def test_ST_14_a_client_of_a_silent_engine_hears_enough_to_go_on_waiting(
         # The SDK keeps them to itself. Claude Code counts what the SDK shows, so its users are told of its limits.
         assert "ping" not in seen
         clients = (Path(__file__).parents[2] / "docs" / "clients.md").read_text(encoding="utf-8")
-        assert all(limit in clients for limit in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS"))
+        assert all(limit in clients for limit in ("CLAUDE_STREAM_IDLE_TIMEOUT_MS=", "API_TIMEOUT_MS="))
         assert len(replica.engine.calls) == 1
 
     asyncio.run(run())
