@@ -16,7 +16,16 @@ from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from gym_capture.merge import NO_PARENT, Forest, UniqueCalls, link, unique_calls
-from gym_capture.reasons import CaptureMark, ExcludedReason, MaskReason, ProblemReason, Reason, join_reason
+from gym_capture.reasons import (
+    CaptureMark,
+    ExcludedReason,
+    MaskReason,
+    ProblemReason,
+    Reason,
+    RequestRule,
+    UnresolvedReason,
+    join_reason,
+)
 from gym_capture.records import LostCall, Snapshot, TokenEntry, Unresolved
 from gym_capture.side_calls import SideCallRules, side_calls
 from gym_capture.trajectories import Segment, Span, Trajectory, flatten, flatten_call, ride_along_problems
@@ -31,6 +40,9 @@ __all__ = [
     "build",
 ]
 
+_OF_UNKNOWN_ORIGIN: Final = frozenset(
+    {UnresolvedReason.NO_MATCH, UnresolvedReason.REWRITTEN_TURN, UnresolvedReason.UNKNOWN_ROLLOUT}
+)
 # Generations that were cut off by someone other than the policy: what they would have been is not known.
 _CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED, "error": ExcludedReason.FAILED}
 # Reasons that say nothing against the record: its place is known, its loss is just not wanted.
@@ -230,9 +242,10 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
 
     That is so if a later request echoes the answer of another try of the same request, or if the reply to the same
     body, sent again, is known to have been delivered; and if no request echoes, as an answer to it, a turn that no
-    record has: that could be what the lost call said.
+    record has: that could be what the lost call said. Of the turns that a request echoes an intent tells the latest
+    only, so nothing is proven either where a record shows turns of unknown origin.
     """
-    if not lost_calls:
+    if not lost_calls or echoes_unknown_turns(entries):
         return []
     finished = [e for e in entries if e.generation_token_ids.size and e.finish_reason not in _CUT_OFF]
     known_turns = {entry.turn_key for entry in finished}
@@ -242,6 +255,15 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
         for lost in lost_calls
         if known_turns.issuperset(lost.answers) and (lost.answers or not delivered.isdisjoint(lost.retries))
     ]
+
+
+def echoes_unknown_turns(entries: Sequence[TokenEntry]) -> bool:
+    """Whether some request echoes assistant turns that no record of the rollout generated."""
+    return any(
+        RequestRule.TURNS_ADDED in entry.normalized
+        or (isinstance(entry.parent, Unresolved) and entry.parent.reason in _OF_UNKNOWN_ORIGIN)
+        for entry in entries
+    )
 
 
 # --- chains --------------------------------------------------------------------------------------------------------

@@ -4,10 +4,8 @@ Invariant: a name that this package writes is here, with what it means and what 
 else in code. Names and their written forms are what is on disk, so they never change; a name that others wrote, in
 files for NeMo Gym say, is data and is shown as it stands.
 
-Flow: code takes a member (`MaskReason.NO_CALLS`) -> `join_reason` writes what it is about behind it, the id of a call
-and a field for instance -> reports count by `reason_name` -> `gym-capture explain` and docs/reasons.md say the rest.
-
-A new reason is a new member of its kind; `make reasons-table` writes the docs.
+Flow: code takes a member (`MaskReason.NO_CALLS`) -> `join_reason` writes what it is about behind it -> reports count by
+`reason_name` -> `gym-capture explain` and docs/reasons.md, which `make reasons-table` writes, say the rest.
 """
 
 from __future__ import annotations
@@ -383,7 +381,7 @@ class RequestRule(Reason):
     CURRENT_DATE = (
         "current_date",
         "Lineage left out the date of today in a system text: a rollout may run past midnight.",
-        "Nothing; within a group, dates make first prompts differ, so take them out if your trainer groups by prompt.",
+        "Nothing; in a group, dates make first prompts differ: take them out if your trainer groups by prompt.",
     )
     STOP_STRING_PUT_BACK = (
         "stop_string_put_back",
@@ -394,6 +392,7 @@ class RequestRule(Reason):
         "cut_call_closed",
         "The client's turn closes the call that the parent's limit cut.",
     )
+    TURNS_ADDED = ("turns_added", "The request has assistant turns behind its parent's that no call generated.")
     TOOL_LEFT_OUT = (
         "tool_left_out",
         "A tool that only its vendor's servers run was not offered to the policy; its type follows the name.",

@@ -132,6 +132,25 @@ def test_what_is_not_proven_masks(intents: tuple[CallIntent, ...], entries: tupl
     assert "lost" not in excluded(built)
 
 
+@pytest.mark.parametrize("origin", ["added", "no_match", "rewritten_turn", "unknown_rollout"])
+def test_nothing_is_proven_where_a_request_echoes_turns_of_unknown_origin(origin: str, tmp_path: Path) -> None:
+    """One of them could be what a lost call said: its request's own intent tells the latest turn only."""
+    added = replace(
+        call("c", [1, 2, 3, 9, 4, 5, 9, 6], [7, 9], parent=Continues("b", 7), turn_key=key("said c")),
+        normalized=("turns_added",),
+    )
+    elsewhere = call("c", [8, 8], [7, 9], parent=Unresolved(origin), turn_key=key("said c"))
+    third = intent("c", "c", after=("own", "own turn"))
+    entries = (FIRST, SECOND, added if origin == "added" else elsewhere)
+    shown = frozen(A, B, LOST_FIRST, third, entries=entries)
+    assert "dangling_intent:lost" in build(shown, ALL_CHAINS).mask_reasons
+    with open_files("nemo-gym", tmp_path / "out") as files:
+        files.add(shown)
+    assert build(read_rollout(tmp_path / "out", "r1"), ALL_CHAINS).masked
+    of_known = (FIRST, SECOND, replace(added, normalized=()))
+    assert build(frozen(A, B, LOST_FIRST, third, entries=of_known), ALL_CHAINS).mask_reasons == ()
+
+
 def test_a_lost_call_masks_where_a_store_does_not_say_what_it_was_for() -> None:
     assert build(replace(frozen(A, B, LOST_FIRST), lost_calls=())).mask_reasons == ("dangling_intent:lost",)
 

@@ -28,6 +28,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from gym_capture.builder import echoes_unknown_turns
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
@@ -163,7 +164,9 @@ class _NemoGymFiles:
     def add(self, snapshot: Snapshot) -> None:
         lost, dangling = _lost_calls(snapshot)
         state = {"snapshot_id": snapshot.snapshot_id, "version": snapshot.version, "incomplete": bool(lost)}
-        if snapshot.lost_calls:  # a field that their reader leaves out: to them, a lost call masks in any case
+        # A field that their reader leaves out: to them, a lost call masks in any case. It does so where turns are of
+        # unknown origin, which these files do not tell of every request.
+        if snapshot.lost_calls and not echoes_unknown_turns(snapshot.entries):
             state["lost_calls"] = lost_call_rows(snapshot)
         # The records come last: a rollout of which somebody finds records has what masks it beside them.
         if lost:

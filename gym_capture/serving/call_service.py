@@ -29,7 +29,7 @@ from gym_capture.errors import (
 )
 from gym_capture.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.reasons import NotSplicedReason
+from gym_capture.reasons import NotSplicedReason, RequestRule
 from gym_capture.records import (
     CallIntent,
     Root,
@@ -117,8 +117,7 @@ class CallService:
             )
             begun = await self._register(self._state, intent, fingerprint)
             resolution = begun.resolution
-            found_by = (resolution.rule,) if isinstance(resolution, Resolved) and resolution.rule else ()
-            rules = (*fingerprint.normalized, *adapted.rules, *found_by)
+            rules = (*fingerprint.normalized, *adapted.rules, *_found_by(resolution, fingerprint))
             tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry, rules)
         try:
             prompt = await self._rendered(request, resolution)
@@ -246,6 +245,15 @@ class CallService:
     async def close(self) -> None:
         self._renderer.shutdown(wait=False)
         await self._engine.close()
+
+
+def _found_by(resolution: Resolution, fingerprint: Fingerprint) -> tuple[str, ...]:
+    """Names of the rules by which the request was taken to continue its parent."""
+    if not isinstance(resolution, Resolved):
+        return ()
+    rules = () if resolution.rule is None else (resolution.rule,)
+    is_latest = resolution.turn == len(fingerprint.turn_keys) - 1
+    return rules if is_latest else (*rules, str(RequestRule.TURNS_ADDED))
 
 
 def _text_size(request: ModelRequest) -> int:
