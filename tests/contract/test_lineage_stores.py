@@ -35,7 +35,9 @@ class Shard:
         return (await self._shard.begin(intent, ())).epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._shard.put(encode_entry(entry.as_delta()), epoch)
+        (error,) = await self._shard.batch([("put", (encode_entry(entry.as_delta()), epoch))])
+        if isinstance(error, Exception):
+            raise error
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         await self._shard.abandon_call(rollout_id, call_id, epoch)
