@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import stat
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +23,7 @@ import pyarrow as pa
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.records import check_rollout_id
+from gym_capture.regular_files import open_regular
 
 _LINE_BYTES: Final = 64 * 2**20
 """A longer line is no rollout."""
@@ -89,10 +90,7 @@ def read_requests(path: Path) -> ReadRequests:
 @contextmanager
 def _opened(path: Path) -> Iterator[BinaryIO]:
     try:
-        # Of a pipe nobody knows whether something is ever written to it, and a device may have no end.
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise ConfigError(f"{path} is not a file: rollouts are read from a file of JSON lines")
-        with path.open("rb") as file:
+        with os.fdopen(open_regular(path), "rb") as file:
             yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None

@@ -78,7 +78,7 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path: Path, line: str, message:
 def test_what_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
-        with pytest.raises(ConfigError, match=f"{path} is not a file"):
+        with pytest.raises(ConfigError, match=f"{path} cannot be read: is a .*, not a regular file"):
             read_requests(path)
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_requests(tmp_path / "nothing")

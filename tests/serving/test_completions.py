@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
-import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
@@ -71,17 +69,3 @@ def test_what_this_api_does_not_do_is_a_400_that_says_so(template: HfChatTemplat
         assert await replica.state.entries() == ()
 
     asyncio.run(run())
-
-
-def test_ST_08_a_generation_that_just_ends_is_an_error_and_not_done(template: HfChatTemplate) -> None:
-    async def run() -> httpx.Response:
-        script = Script(steps=[Step(token_ids=[5], text=" upon")], finish_reason=None)
-        replica = Replica(template, lambda _: script)
-        return await replica.http.post(
-            "/ng-rollout/r1/v1/completions", json={"model": "policy", "prompt": PROMPT, "stream": True}
-        )
-
-    response = asyncio.run(run())
-    assert "[DONE]" not in response.text
-    *_, last = [line for line in response.text.split("\n\n") if line]
-    assert "error" in json.loads(last.removeprefix("data: "))
