@@ -22,7 +22,16 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.conversation import (
+    AssistantTurn,
+    Conversation,
+    Item,
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    json_without_surrogates,
+)
 from gym_capture.errors import InvalidRequestError
 from gym_capture.records import IdArray
 
@@ -139,7 +148,7 @@ def protect(template: ChatTemplate, conversation: Conversation) -> Protected:
             return value
         # An escaped spelling ("\u003c|eos|>") shows only once the template has the parsed value.
         try:
-            parsed = json.loads(value)
+            parsed = json_without_surrogates(json.loads(value))
         except ValueError:
             return value  # a template will not have it parsed, either
         swapped = _map_strings(parsed, text, label)

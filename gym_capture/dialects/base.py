@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 import orjson
 
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
-from gym_capture.conversation import without_surrogates
+from gym_capture.conversation import json_without_surrogates
 from gym_capture.errors import InvalidRequestError, Overflow
 
 
@@ -146,7 +146,7 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            value = _sendable(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
+            value = json_without_surrogates(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
         except (ValueError, RecursionError):
             raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -174,13 +174,3 @@ def json_type(value: object) -> str:
 def _no_number(name: str) -> float:
     """JSON has no NaN and no Infinity."""
     raise ValueError(f"{name} is no JSON")
-
-
-def _sendable(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_surrogates(value)
-    if isinstance(value, list):
-        return [_sendable(item) for item in value]
-    if isinstance(value, dict):
-        return {_sendable(key): _sendable(item) for key, item in value.items()}
-    return value

@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult
+from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult, json_without_surrogates
 from gym_capture.reasons import TemplateRule
 from gym_capture.template import digest_id, nests_too_deep
 
@@ -198,7 +198,10 @@ def _arguments(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    # Half an emoji may be spelled in a text that has none.
+    return cast(dict[str, Any], json_without_surrogates(value)) if "\\u" in text else value
 
 
 def _short_id(call_id: str) -> str:
