@@ -13,7 +13,6 @@ without one is known by its columns, so a later version must not give a column o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from gym_capture.builder import BuiltRollout
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.reasons import MaskReason, reason_name
+from gym_capture.reasons import reason_name
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -214,13 +213,6 @@ def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
         return None
     array: npt.NDArray[Any] = np.frombuffer(value["values"], dtype=np.dtype(value["dtype"]))
     return array.reshape(value["shape"])
-
-
-def reward_problems(reward: float | None) -> tuple[str, ...]:
-    """Reasons to mask a rollout over its reward; none if it can be used."""
-    if reward is None:
-        return (MaskReason.MISSING_REWARD,)
-    return () if math.isfinite(reward) else (MaskReason.NON_FINITE_REWARD,)
 
 
 def _sequence(trajectory: Trajectory) -> Row:
