@@ -33,7 +33,12 @@ that boundary nothing catches `Exception`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import traceback
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_LONGEST: Final = 500
+"""Characters of a message; some libraries tell all that they were given."""
 
 
 class GymCaptureError(Exception):
@@ -54,6 +59,13 @@ class GymCaptureError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def described(error: BaseException) -> str:
+    """What was raised, and where: it is often a bug in what a user wrote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_LONGEST] + where
 
 
 def _rebuild(cls: type[GymCaptureError], message: str, state: dict[str, object]) -> GymCaptureError:

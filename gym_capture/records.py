@@ -37,7 +37,9 @@ CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED,
 """Finish reasons of generations that someone other than the policy ended: what they would have been is not known."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What APIs call the limit of a generation among the sampling parameters."""
-_ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+ROLLOUT_ID_PATTERN: Final = "[A-Za-z0-9_.-]{1,128}"
+"""All of a rollout id; beside it, `.` and `..` are none (`check_rollout_id`)."""
+_ROLLOUT_ID: Final = re.compile(ROLLOUT_ID_PATTERN)
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
 _INT32: Final = np.dtype(np.int32)
 _FLOAT32: Final = np.dtype(np.float32)

@@ -23,14 +23,13 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gym_capture.builder import echoes_unknown_turns
 from gym_capture.conversation import json_without_surrogates
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
+from gym_capture.data.schema import tensor_value
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
@@ -285,7 +284,7 @@ class _Buffer:
 def _arrow_row(entry: TokenEntry) -> dict[str, Any]:
     row: dict[str, Any] = call_row(entry)
     arrays = {name: row.pop(name) for name in _ARRAYS}
-    tensors = {name: _tensor(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
+    tensors = {name: tensor_value(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
     row = dict(json_without_surrogates(row))
     for name in ("output_items", "sampling"):
         row[name] = row_json(row[name]).decode()
@@ -293,12 +292,6 @@ def _arrow_row(entry: TokenEntry) -> dict[str, Any]:
 
 
 _ARRAYS: Final = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-
-
-def _tensor(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
-    if array is None:
-        return None
-    return {"dtype": array.dtype.str, "shape": array.shape, "values": np.ascontiguousarray(array).tobytes()}
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------

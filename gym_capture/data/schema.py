@@ -228,8 +228,8 @@ def _sequence(trajectory: Trajectory) -> Row:
             for s in trajectory.spans
         ],
         "finish_reason": trajectory.finish_reason,
-        "routed_experts": _tensor(trajectory.routed_experts),
-        "sampling_mask": _tensor(trajectory.sampling_mask),
+        "routed_experts": tensor_value(trajectory.routed_experts),
+        "sampling_mask": tensor_value(trajectory.sampling_mask),
     }
 
 
@@ -248,7 +248,8 @@ def _nothing(rollout_id: str) -> Row:
     }
 
 
-def _tensor(array: npt.NDArray[Any] | None) -> Row | None:
+def tensor_value(array: npt.NDArray[Any] | None) -> Row | None:
+    """An array that rides along as a table has it; `read_tensor` undoes it."""
     if array is None:
         return None
     return {"dtype": array.dtype.str, "shape": array.shape, "values": array.tobytes()}

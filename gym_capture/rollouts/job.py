@@ -18,14 +18,13 @@ import hashlib
 import json
 import math
 import time
-import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from gym_capture.errors import ConfigError, GymCaptureError, InvalidRolloutIdError
+from gym_capture.errors import ConfigError, GymCaptureError, InvalidRolloutIdError, described
 from gym_capture.reasons import AttemptFailure
 from gym_capture.records import check_rollout_id
 from gym_capture.rollouts.environment import EnvironmentFactory, Score, Task
@@ -173,7 +172,7 @@ class RolloutJob:
         (outcome,) = await asyncio.gather(self._timed(rollout), return_exceptions=True)
         if isinstance(outcome, BaseException):
             retryable = outcome.retryable if isinstance(outcome, GymCaptureError) else True
-            return Failed(AttemptFailure.EXCEPTION, _described(outcome), retryable=retryable)
+            return Failed(AttemptFailure.EXCEPTION, described(outcome), retryable=retryable)
         return outcome
 
     async def _timed(self, rollout: Rollout) -> tuple[Completed, Score] | Failed:
@@ -252,10 +251,3 @@ def _failure(rollout: Rollout, failed: Failed, attempt: int) -> FailureRow:
         n_calls=failed.n_calls,
         at=time.time(),
     )
-
-
-def _described(error: BaseException) -> str:
-    """What was raised, and where: it is often a bug in the user's own environment."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:500] + where

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Literal, Self, TypeVar
 
+from gym_capture.durable_files import replace_file
 from gym_capture.errors import ConfigError, RecordError
 
 _Row = TypeVar("_Row")
@@ -114,12 +115,8 @@ class Ledger:
             return
         for rollout_id in rollout_ids:
             del self.rows[rollout_id]
-        rewritten = self._directory / f"{ROWS_FILE}.new"
-        with rewritten.open("w", encoding="utf-8") as file:
-            for row in self.rows.values():
-                _append(file, row)
+        replace_file(self._directory / ROWS_FILE, "".join(map(_line, self.rows.values())).encode())
         self._rows_file.close()
-        rewritten.replace(self._directory / ROWS_FILE)
         self._rows_file = (self._directory / ROWS_FILE).open("a", encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -135,9 +132,7 @@ class Ledger:
     def _check_job(self, job: Mapping[str, Any]) -> None:
         path = self._directory / _JOB_FILE
         if not path.exists():
-            temporary = path.with_suffix(".new")
-            temporary.write_text(json.dumps(job, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            temporary.replace(path)
+            replace_file(path, json.dumps(job, indent=2, sort_keys=True).encode() + b"\n")
             return
         found = read_job(self._directory) or {}
         differing = sorted(key for key in {*job, *found} if job.get(key) != found.get(key))
@@ -169,8 +164,12 @@ def _damaged(path: Path, why: str) -> RecordError:
     )
 
 
+def _line(row: RolloutRow | FailureRow) -> str:
+    return json.dumps(asdict(row), separators=(",", ":")) + "\n"
+
+
 def _append(file: IO[str], row: RolloutRow | FailureRow) -> None:
-    file.write(json.dumps(asdict(row), separators=(",", ":")) + "\n")
+    file.write(_line(row))
     file.flush()
     os.fsync(file.fileno())
 
