@@ -1,8 +1,12 @@
 """Every error this package raises on purpose, as one tree.
 
 Each carries the rollout and the call it belongs to where they are known, so that one log line is enough to
-find the record. Errors are classified once, at the boundary that answers the client (`serving.errors`); below
-that boundary nothing catches `Exception`.
+find the record. Errors are classified once, at the boundary that answers the client (`serving.errors`).
+
+`Exception` itself is caught at boundaries only, where what one rollout or caller brings about must not reach others:
+where clients are answered (`serving.gateway`), between the callers of a state actor (`serving.state_shard`), in front
+of Ray (`serving.state_client`) and of libraries that load what a person named (`commands.loading`), and where a rollout
+is built (`data.groups`).
 
     GymCaptureError
     ├── RecordError                a record is malformed: names the field
@@ -11,7 +15,7 @@ that boundary nothing catches `Exception`.
     │   ├── ConflictingCallError   the same call id came twice with different content
     │   ├── RetiredRolloutError    a late writer of a rollout that was dropped or cleared
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
-    │   ├── CorruptLogError        a log fails its checksum in the middle
+    │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
     │       └── StoreOverloadedError   ...because too many records wait to become durable
     ├── RequestError               the client's fault
@@ -27,6 +31,8 @@ that boundary nothing catches `Exception`.
     ├── EngineError                the engine failed
     │   ├── EngineOverloadedError  retryable: no capacity now
     │   └── EngineDeadError        retryable on another replica
+    ├── MirrorLostError            a log's second copy cannot be reached (`gym_capture.stores.mirror`)
+    │   └── MirrorTakenError       ...or has been claimed by a later opening of the log
     ├── JobError                   a build job cannot go on: its workers die
     └── ConfigError                a configuration that cannot work: says which key and what to do
 """

@@ -1,8 +1,9 @@
 """Which earlier call of the same rollout a request continues, and the exact ids of that call.
 
 Invariant: `resolve` answers `Resolved` only with the ids of a call of this very rollout, whose conversation up to and
-including its generated turn equals the request's (as `fingerprint` compares), when that is not true of another call
-with other ids. A record that contradicts what is indexed, or itself, is not indexed.
+including its generated turn equals the request's (as `fingerprint` compares, or by a rule of `echoes`), when that is
+not true of another call with other ids - except of such whose replies are known not to have been delivered. A record
+that contradicts what is indexed, or itself, is not indexed.
 
 Flow: a call's record is `add`ed once it is durable -> the keys of the next request's turns are looked up, latest turn
 first -> the cumulative ids of the call that owns the first one found come back.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import orjson
 
@@ -20,15 +20,27 @@ from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
 from gym_capture.conversation import json_without_surrogates
 from gym_capture.errors import InvalidRequestError, Overflow
 
+ErrorKind: TypeAlias = Literal[
+    "invalid_request",
+    "context_length",
+    "too_large",
+    "timeout",
+    "not_found",
+    "unknown_model",
+    "authentication",
+    "permission",
+    "conflict",
+    "overloaded",
+    "internal",
+]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiError:
     """A classified error, before a dialect gives it its shape."""
 
     status: int
-    kind: str
-    """A name from a closed set: invalid_request, context_length, too_large, timeout, not_found, unknown_model,
-    authentication, permission, conflict, overloaded, internal."""
+    kind: ErrorKind
     message: str
     param: str | None = None
     retry_after_s: float | None = None
