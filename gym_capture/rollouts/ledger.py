@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Literal, Self, TypeVar
 
-from gym_capture.durable_files import replace_file
+from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
 
 _Row = TypeVar("_Row")
@@ -97,6 +97,7 @@ class Ledger:
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
             self._rows_file = (directory / ROWS_FILE).open("a", encoding="utf-8")
             self._failures_file = (directory / FAILURES_FILE).open("a", encoding="utf-8")
+            sync_directory(directory)
         except BaseException:
             self._lock.close()
             raise
