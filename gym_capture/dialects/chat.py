@@ -107,10 +107,8 @@ class ChatDialect:
 
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
-        if fields.count(data, "n", minimum=1) not in (None, 1):
-            raise InvalidRequestError("n must be 1: each captured call is one generation", param="n")
+        fields.one_generation(data, "n")
         stream = bool(fields.boolean(data, "stream"))
-        options = data.get("stream_options")
         _refuse_unserved(data)
         tool_choice, tools = _tool_choice(data.get("tool_choice"), _tools(data))
         top_logprobs = None
@@ -132,7 +130,7 @@ class ChatDialect:
             top_logprobs=top_logprobs,
             left_out=() if data.get("web_search_options") is None else (fields.left_out("web_search"),),
             stream=stream,
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            include_usage=fields.wants_usage(data),
         )
 
     def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes:

@@ -163,6 +163,19 @@ def tool(
     )
 
 
+def one_generation(body: Mapping[str, Any], *names: str) -> None:
+    """Refuses a request for more: a record is of one generation."""
+    for name in names:
+        if count(body, name, minimum=1) not in (None, 1):
+            raise InvalidRequestError(f"{name} must be 1: each captured call is one generation", param=name)
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with the counts of tokens (`stream_options`)."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
 _VENDOR_TOOLS: Final = frozenset(
     {
         *("advisor", "code_execution", "code_interpreter", "file_search", "image_generation", "mcp", "mcp_toolset"),
