@@ -152,7 +152,7 @@ def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
 
 
 def _deployment_state(child: Child) -> str:
-    """What Serve says of the application. Raises `ConfigError` once it has given up."""
+    """The state of the application in Serve's words. Raises `ConfigError` once Serve has given up."""
     for name, application in serve.status().applications.items():
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             why = [deployment.message for deployment in application.deployments.values()] or [application.message]

@@ -42,7 +42,7 @@ _INCOMPLETE: Final = (*CaptureMark, MaskReason.INCOMPLETE, ProblemReason.UNREADA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo runs."""
+    """One demo: its model, how that is served, how much is played, and where everything goes."""
 
     model: Path
     """A model folder."""
