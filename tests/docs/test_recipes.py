@@ -202,7 +202,7 @@ class Cleared:
 def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cleared = Cleared()
     monkeypatch.setattr(rollouts, "_clearing", lambda address, namespace: cleared.clear)
-    (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "capitals:Capitals" in line]
+    (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--environment cap" in line]
     *words, _, _ = line.split()  # all but --out
     with served() as server, pytest.raises(SystemExit) as stop:
         cli.main([*words[1:], "--url", server.url, "--out", str(tmp_path / "job")])
