@@ -54,7 +54,7 @@ class Adapted(NamedTuple):
     """A conversation as a template takes it."""
 
     conversation: Conversation
-    """What lineage compares: two conversations that differ in what the template cannot tell apart are the same here."""
+    """As lineage compares it: conversations that the template cannot tell apart are the same here."""
     rules: tuple[str, ...] = ()
     """Names of the rules by which it is written otherwise than it was sent; recorded with the call."""
 
@@ -101,7 +101,7 @@ class Protected:
     nonce: str
     """Begins every stand-in; drawn anew each time, so that no text can spell one."""
     spellings: tuple[str, ...]
-    """What stand-in 0, 1, ... stand for."""
+    """The spellings that stand-ins 0, 1, ... stand for."""
 
     def restore(self, text: str) -> str:
         """`text` with the spellings put back."""

@@ -24,7 +24,7 @@ from gym_capture.commands.config_findings import Findings, Location, dotted, inv
 
 
 class AppModels(NamedTuple):
-    """What checks an application beyond Ray Serve's schema."""
+    """The schemas of an application, beyond Ray Serve's own."""
 
     args: type[BaseModel]
     user_configs: Mapping[str, type[BaseModel]]
@@ -64,7 +64,7 @@ def command(
 
 
 def check_file(file: Path, models: Mapping[str, AppModels], args_rules: Mapping[str, ArgsRule]) -> Findings:
-    """What is wrong with a file. `models`, `args_rules`: what checks an application, by its import path."""
+    """The problems of a file. `models`, `args_rules`: schemas and rules of applications, by their import paths."""
     try:
         text = file.read_text(encoding="utf-8")
         found = Findings(check_config(text, models), [])

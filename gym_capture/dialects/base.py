@@ -50,7 +50,7 @@ class ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyIdentity:
-    """What the reply says of itself."""
+    """The fields by which a reply is known."""
 
     call_id: str
     model: str
@@ -63,7 +63,7 @@ class StreamEncoder(Protocol):
     """Encodes one reply as server-sent events."""
 
     def start(self, prompt_tokens: int) -> bytes:
-        """What says that a reply is coming; `prompt_tokens` is the length of its prompt."""
+        """The events that announce a reply; `prompt_tokens` is the length of its prompt."""
         ...
 
     def keep_alive(self) -> bytes:

@@ -255,7 +255,7 @@ def usage(counts: Usage) -> dict[str, Any]:
 
 
 def message_of(error: ApiError) -> str:
-    """What OpenAI's APIs say. Of a context that overflows they say two things, and clients look for either."""
+    """The error in OpenAI's words. There are two ways to say that a context overflows, and clients look for either."""
     overflow = error.overflow
     if overflow is None:
         return error.message
@@ -418,7 +418,7 @@ def _chosen(value: object, tools: tuple[Tool, ...], at: str) -> str:
 
 
 def _refuse_unserved(data: Mapping[str, Any]) -> None:
-    """What the client relies on, and would wait for in vain."""
+    """Refuses fields that would be ignored although the client relies on them."""
     for key, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         # The words mean what leaving them out means, where no functions are offered.
         if data.get(key) and data[key] not in ("auto", "none"):

@@ -34,7 +34,7 @@ from gym_capture.dialects.description import (
 from gym_capture.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS: Final = 16
-"""What this API generates for a client that does not say."""
+"""This API's own default."""
 
 _CHAT: Final = ChatDialect()
 _LOWEST: Final = -9999.0

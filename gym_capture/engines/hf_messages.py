@@ -31,7 +31,7 @@ _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a template wants of its messages."""
+    """The form in which a template takes its messages."""
 
     content_parts: bool = False
     """Contents are lists of parts, not strings."""
@@ -148,7 +148,7 @@ def in_call_order(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def to_messages(items: Sequence[Item], habits: Habits) -> list[HfMessage]:
-    """What the template is given for items that are placed."""
+    """The messages of items that have their places."""
     names = {call.id: call.name for item in items if isinstance(item, AssistantTurn) for call in item.tool_calls}
     content: Callable[[str], Any] = _as_parts if habits.content_parts else str
     call_id: Callable[[str], str] = _short_id if habits.short_call_ids else str

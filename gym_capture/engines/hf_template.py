@@ -315,7 +315,7 @@ class HfChatTemplate:
         return all(text.count(word) == 1 for word in said) and places == sorted(places)
 
     def _before(self, turn: AssistantTurn, items: Sequence[Item], habits: Habits) -> str:
-        """What is written up to the text of `turn`."""
+        """The rendering up to the text of `turn`."""
         return self._rendered(items, habits).partition(turn.text)[0]
 
     def _probe_closes(self) -> set[str]:

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
 from tests.serving.graph import Graph
@@ -41,10 +41,10 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_worker_niceness", "0")
         with (
-            Household() as household,
+            ChildProcesses() as children,
             private_ray(cpus=4, namespace=NAMESPACE) as address,
             served_graph(
-                household,
+                children,
                 base=base,
                 args=args,
                 address=address,
