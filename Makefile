@@ -3,8 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Test processes at a time; 0: all in one, for a debugger.
-WORKERS ?= 2
+# Test processes at a time, for 2 cores: a test waits more than it computes. 0: all in one, for a debugger.
+WORKERS ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready

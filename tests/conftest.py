@@ -33,12 +33,12 @@ _ROOMS: Final = {
 }
 _FIRST: Final = (
     "tests/faults/test_storm.py",
-    _SERVING_ON_RAY,
     "tests/demo/test_demo.py",
+    _SERVING_ON_RAY,
+    "tests/data",
+    "tests/engines/test_vllm_engine.py",
     "tests/faults/test_scaling.py",
     "tests/faults/test_vllm_replica.py",
-    "tests/engines/test_vllm_engine.py",
-    "tests/data",
     "tests/contract/test_actor_store.py",
     "tests/test_models.py",
 )
