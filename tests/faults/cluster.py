@@ -31,11 +31,11 @@ import yaml
 from gym_capture.demo.graph import private_ray, served_graph
 from gym_capture.demo.processes import Child, ChildProcesses
 from gym_capture.models import tiny_dir
-from tests.faults import engine
 
 REPLICAS: Final = 2
 SHARDS: Final = 2
 NAMESPACE: Final = "faults"
+_ENGINE: Final = "tests.faults.engine:start"  # by name: the process that serves the graph need not import torch
 _CPU_DEMO: Final = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 _READY_WITHIN_S: Final = 300.0
 _ENDS_WITHIN_S: Final = 30.0
@@ -49,7 +49,7 @@ def make_home() -> Path:
 def scripted(**engine_args: Any) -> dict[str, Any]:
     """The arguments of a graph of scripted engines."""
     return {
-        "engine": engine.IMPORT_PATH,
+        "engine": _ENGINE,
         "engine_args": engine_args,
         "ray_actor_options": {"num_cpus": 1},
     }
