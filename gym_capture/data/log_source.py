@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.codec import decode_snapshot
-from gym_capture.data.job import SourceSpec
+from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.records import Snapshot
 from gym_capture.stores.log import LogStore

@@ -151,7 +151,7 @@ def test_rewards_come_from_a_list_of_rollouts(
 
 
 def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_ROLLOUTS_PER_PART", 64)
+    monkeypatch.setattr(directory, "_ALONE_PER_PART", 64)
     captures = tmp_path / "captures"
     captures.mkdir()
     for number in range(70):

@@ -71,14 +71,10 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
 
 PARENT = """
 import multiprocessing, time
-from gym_capture.data import directory
-
-def work(seconds):
-    time.sleep(seconds)
-    yield from ()
+from gym_capture.data.local_runner import in_processes
 
 if __name__ == "__main__":
-    for _ in directory._run(work, [0, 600, 600], 2):
+    for _ in in_processes(time.sleep, [0, 600, 600], 2):
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 """
 
