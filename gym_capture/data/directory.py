@@ -1,9 +1,10 @@
-"""A directory of NeMo Gym's token files as a source, and its way into Parquet files without Ray.
+"""A directory of records into Parquet files, without Ray: NeMo Gym's token files, or what a stopped graph left.
 
-Invariant: every rollout of the directory gets at least one row, however bad its files are. The files are only read.
+Invariant: every rollout of the directory gets at least one row, however bad its files are. Token files are only read.
 
 Flow: the rollouts of the directory, or those that are asked for with their groups and rewards -> parts of bounded
-size -> `trajectory_files.write_files` in processes of this machine.
+size -> `trajectory_files.write_files`: token files in processes of this machine, logs, which have one
+owner, in this one.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import pyarrow as pa
 from gym_capture.builder import BuildOptions
 from gym_capture.data.advantages import Scale
 from gym_capture.data.local_runner import LocalRunner
+from gym_capture.data.logs import Logs, holds_logs
 from gym_capture.data.nemo_gym import read_rollout, rollout_ids, rollout_sizes
-from gym_capture.data.parts import RowOptions
+from gym_capture.data.parts import RowOptions, WorkerSource
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import ROLLOUTS_PER_PART, check_requests, each_alone, groups_of, split_into_parts
 from gym_capture.data.sources import SourceSpec
@@ -75,23 +77,32 @@ def build_directory(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     on_left: Callable[[tuple[str, ...]], None] = lambda names: None,
 ) -> BuildReport:
-    """Builds the captures in `source` and writes `part-<number>.parquet` files of `schema.SCHEMA` into `out`.
+    """Builds the records in `source` and writes `part-<number>.parquet` files of `schema.SCHEMA` into `out`.
 
-    `requests`: which rollouts, with their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, each
-    its own group and without a reward. Else as `write_files`. Raises `RecordError` for wrong `requests`, `StoreError`
-    if `source` cannot be listed or a worker died.
+    `source`: a directory of token files or, without any, one that has logs in it. `requests`: which rollouts, with
+    their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, each its own group and without a reward.
+    `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `StoreError` if
+    `source` cannot be listed, is in use or a worker died.
     """
+    has_logs = bool(holds_logs(source)) and not rollout_sizes(source)
     if requests is None:
-        parts = split_into_parts(each_alone(rollout_sizes(source)), rollouts_per_part=_ALONE_PER_PART)
+        sizes = _logged(source) if has_logs else rollout_sizes(source)
+        parts = split_into_parts(each_alone(sizes), rollouts_per_part=_ALONE_PER_PART)
     else:
         parts = split_into_parts(groups_of(check_requests(requests)), rollouts_per_part=ROLLOUTS_PER_PART)
     return write_files(
         parts,
-        source=NemoGymDirectory.spec(source),
+        source=Logs.spec(source) if has_logs else NemoGymDirectory.spec(source),
         out=out,
         options=RowOptions(build=options, scale=scale),
-        runner=LocalRunner(workers=workers or os.cpu_count() or 1),
+        runner=LocalRunner(workers=1 if has_logs else workers or os.cpu_count() or 1),
         overwrite=overwrite,
         on_progress=on_progress,
         on_left=on_left,
     )
+
+
+def _logged(directory: Path) -> dict[str, int]:
+    """The rollouts of the logs, in order. A log is read in any case: their sizes do not matter."""
+    with WorkerSource(Logs.spec(directory)) as source:
+        return dict.fromkeys(source.rollout_ids(), 0)

@@ -24,7 +24,7 @@ import ray.data
 
 from gym_capture.builder import BuildOptions
 from gym_capture.data.advantages import Scale
-from gym_capture.data.parts import Part, RowOptions, Written, built_part, write_part
+from gym_capture.data.parts import Part, RowOptions, WorkerSource, Written, built_part, write_part
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import (
     REQUEST_SCHEMA,
@@ -157,8 +157,9 @@ def _map_parts(
 
 def _stream_part(block: pa.Table, *, source: SourceSpec, options: RowOptions, watch: Any) -> Iterator[pa.Table]:
     """A part to rows."""
-    for _, table in built_part(_part_of(block), source=source, options=options, post=RayPost(watch)):
-        yield table
+    with WorkerSource(source) as opened:
+        for _, table in built_part(_part_of(block), source=opened, options=options, post=RayPost(watch)):
+            yield table
 
 
 def _write_part(block: pa.Table, *, work: Work, watch: Any) -> pa.Table:
@@ -168,15 +169,11 @@ def _write_part(block: pa.Table, *, work: Work, watch: Any) -> pa.Table:
     """
     outcome: list[Written] | GymCaptureError
     try:
-        outcome = list(
-            write_part(
-                _part_of(block),
-                source=work.source,
-                options=work.options,
-                post=RayPost(watch),
-                staging=work.staging,
+        with WorkerSource(work.source) as source:
+            written = write_part(
+                _part_of(block), source=source, options=work.options, post=RayPost(watch), staging=work.staging
             )
-        )
+            outcome = list(written)
     except GymCaptureError as error:
         outcome = error
     return pa.table({_ANSWER: [pickle.dumps(outcome)]})

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from gym_capture.data.parts import Part, Unwatched, Written, write_part
+from gym_capture.data.parts import Part, Unwatched, WorkerSource, Written, write_part
 from gym_capture.data.trajectory_files import Work
 from gym_capture.errors import StoreError
 
@@ -34,13 +34,13 @@ class LocalRunner:
 
     def run(self, work: Work, parts: Sequence[Part]) -> Generator[Written]:
         """See `Runner`. Raises `StoreError` if a worker died."""
-        write = partial(_write, work)
         workers = min(self.workers, len(parts))
         if workers == 1:
-            for part in parts:
-                yield from write(part)
+            with WorkerSource(work.source) as source:
+                for part in parts:
+                    yield from _write(work, source, part)
         else:
-            for written in in_processes(partial(_whole, write), parts, workers):
+            for written in in_processes(partial(_whole, work), parts, workers):
                 yield from written
 
 
@@ -75,9 +75,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _write(work: Work, part: Part) -> Generator[Written]:
-    return write_part(part, source=work.source, options=work.options, post=Unwatched(), staging=work.staging)
+def _write(work: Work, source: WorkerSource, part: Part) -> Generator[Written]:
+    return write_part(part, source=source, options=work.options, post=Unwatched(), staging=work.staging)
 
 
-def _whole(write: Callable[[Part], Generator[Written]], part: Part) -> list[Written]:
-    return list(write(part))
+def _whole(work: Work, part: Part) -> list[Written]:
+    with WorkerSource(work.source) as source:
+        return list(_write(work, source, part))

@@ -4,18 +4,19 @@ Invariant: whoever runs a part - this process, another one, a task on a cluster 
 rows are the same. At most one rollout is in memory, and the rows of one row group. Every rollout of the part has a row:
 one that cannot be read or built, or that kills whoever builds it, has a masked one that says why.
 
-Flow: open the source -> freeze, build, compare, group by group (`groups.build_groups`) -> `built_part` gives the rows,
-`write_part` writes them as one Parquet file with row groups of one rollout, or of several that together stay small.
+Flow: the worker's source -> freeze, build, compare, group by group (`groups.build_groups`) -> `built_part` gives the
+rows, `write_part` writes them as one Parquet file with row
+groups of one rollout, or of several that together are small.
 """
 
 from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import Final, Protocol, Self
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -94,10 +95,46 @@ class Unwatched:
         """Nobody listens."""
 
 
+class WorkerSource:
+    """The source of one worker, and the event loop that it lives on, for all rollouts and parts of the worker.
+
+    A context manager. It is opened when it is first needed: by then the worker has noted that it is at work.
+    """
+
+    def __init__(self, spec: SourceSpec) -> None:
+        self._spec = spec
+        self._runner = asyncio.Runner()
+        self._opened: TokenSource | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            if self._opened is not None:
+                self._runner.run(self._opened.close())
+        finally:
+            self._runner.close()
+
+    def freeze(self, rollout_id: str) -> Snapshot:
+        """See `TokenSource`. A rollout that cannot be read gets a snapshot that says so."""
+        return self._runner.run(_freeze(self.opened(), rollout_id))
+
+    def rollout_ids(self) -> Sequence[str]:
+        """See `TokenSource`."""
+        return self._runner.run(self.opened().rollout_ids())
+
+    def opened(self) -> TokenSource:
+        """Raises what `SourceSpec.open` raises."""
+        if self._opened is None:
+            self._opened = self._runner.run(self._spec.open())
+        return self._opened
+
+
 def built_part(
-    part: Part, *, source: SourceSpec, options: RowOptions, post: Post
+    part: Part, *, source: WorkerSource, options: RowOptions, post: Post
 ) -> Generator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
-    """The rollouts of a part, some at a time, with an event loop and a source that stay open for all of them.
+    """The rollouts of a part, some at a time.
 
     Raises `ConfigError` for a source that cannot be opened, `StoreUnavailableError` if it is down for longer than a
     restart takes, `JobError` if workers die of something else than a rollout.
@@ -112,25 +149,19 @@ def built_part(
     def freeze(rollout_id: str) -> Snapshot:
         deaths = post.enter(f"rollout {rollout_id}")
         if deaths < MOST_DEATHS:
-            return runner.run(_freeze(opened, rollout_id))
+            return source.freeze(rollout_id)
         enter_whole()
         detail = f"{deaths} workers died while they built it, most likely for want of memory"
         return unusable(shown_id(rollout_id), ProblemReason.WORKER_DIED, detail)
 
     enter_whole()
-    with asyncio.Runner() as runner:
-        opened = runner.run(source.open())
-        try:
-            yield from build_groups(
-                part.groups, freeze, options=options.build, scale=options.scale, on_built=enter_whole
-            )
-        finally:
-            runner.run(opened.close())
+    source.opened()
+    yield from build_groups(part.groups, freeze, options=options.build, scale=options.scale, on_built=enter_whole)
     post.leave()
 
 
 def write_part(
-    part: Part, *, source: SourceSpec, options: RowOptions, post: Post, staging: Staging
+    part: Part, *, source: WorkerSource, options: RowOptions, post: Post, staging: Staging
 ) -> Generator[Written]:
     """Writes the file of a part; says what is written, some rollouts at a time."""
     name = f"part-{part.number}.{uuid.uuid4().hex}"
