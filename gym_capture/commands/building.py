@@ -42,10 +42,10 @@ def listed_rollouts(path: Path, console: Console) -> pa.Table:
 
 
 @contextmanager
-def progress_bar(console: Console) -> Iterator[Callable[[int, int], None]]:
-    """A bar that shows how many rollouts are built, and of how many."""
+def progress_bar(console: Console, doing: str = "building") -> Iterator[Callable[[int, int], None]]:
+    """A bar that shows how much is done, and of how much."""
     spinner = SpinnerColumn(finished_text="[green]✓")
-    columns = (spinner, TextColumn("building"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (spinner, TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         bar = progress.add_task("rollouts", total=None)
         yield lambda done, total: progress.update(bar, completed=done, total=total)
