@@ -13,10 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import uuid
-from collections.abc import Generator, Sequence
+from collections.abc import Coroutine, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
-from typing import Final, Protocol, Self
+from typing import Any, Final, Protocol, Self, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -33,6 +33,8 @@ from gym_capture.errors import JobError, RecordError, StoreError, StoreUnavailab
 from gym_capture.protocols import TokenSource
 from gym_capture.reasons import ProblemReason
 from gym_capture.records import Snapshot
+
+_T = TypeVar("_T")
 
 MOST_DEATHS: Final = 3
 """Workers that may die of one rollout before it is given up."""
@@ -112,23 +114,28 @@ class WorkerSource:
     def __exit__(self, *_: object) -> None:
         try:
             if self._opened is not None:
-                self._runner.run(self._opened.close())
+                self._run(self._opened.close())
         finally:
             self._runner.close()
 
     def freeze(self, rollout_id: str) -> Snapshot:
         """See `TokenSource`. A rollout that cannot be read gets a snapshot that says so."""
-        return self._runner.run(_freeze(self.opened(), rollout_id))
+        return self._run(_freeze(self.opened(), rollout_id))
 
     def rollout_ids(self) -> Sequence[str]:
         """See `TokenSource`."""
-        return self._runner.run(self.opened().rollout_ids())
+        return self._run(self.opened().rollout_ids())
 
     def opened(self) -> TokenSource:
         """Raises what `SourceSpec.open` raises."""
         if self._opened is None:
-            self._opened = self._runner.run(self._spec.open())
+            self._opened = self._run(self._spec.open())
         return self._opened
+
+    def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        # Not `Runner.run`: for Ctrl-C it sets a handler and takes it back each time, and `signal` then writes the task
+        # out as text, with the snapshot that it returns: ten times the time of building it.
+        return self._runner.get_loop().run_until_complete(work)
 
 
 def built_part(
