@@ -19,7 +19,7 @@ import pyarrow as pa
 from gym_capture.builder import BuildOptions
 from gym_capture.data.advantages import Scale
 from gym_capture.data.local_runner import LocalRunner
-from gym_capture.data.logs import Logs, holds_logs
+from gym_capture.data.log_directories import holds_logs, logs_in_one_process
 from gym_capture.data.nemo_gym import read_rollout, rollout_ids, rollout_sizes
 from gym_capture.data.parts import RowOptions, WorkerSource
 from gym_capture.data.report import BuildReport
@@ -92,7 +92,7 @@ def build_directory(
         parts = split_into_parts(groups_of(check_requests(requests)), rollouts_per_part=ROLLOUTS_PER_PART)
     return write_files(
         parts,
-        source=Logs.spec(source) if has_logs else NemoGymDirectory.spec(source),
+        source=logs_in_one_process(source) if has_logs else NemoGymDirectory.spec(source),
         out=out,
         options=RowOptions(build=options, scale=scale),
         runner=LocalRunner(workers=1 if has_logs else workers or os.cpu_count() or 1),
@@ -104,5 +104,5 @@ def build_directory(
 
 def _logged(directory: Path) -> dict[str, int]:
     """The rollouts of the logs, in order. A log is read in any case: their sizes do not matter."""
-    with WorkerSource(Logs.spec(directory)) as source:
+    with WorkerSource(logs_in_one_process(directory)) as source:
         return dict.fromkeys(source.rollout_ids(), 0)

@@ -8,7 +8,7 @@ Flow: freeze -> build -> rows without an advantage, in batches of several small 
 much for one as for many -> a spool (memory up to a limit, then a file of this machine) -> once every rollout of a
 group is known, or of several small groups, the advantages -> the rows again out of the spool, batch by batch.
 
-A rollout that cannot be built is data, not the end of a job: `built_or_masked` is the one boundary where whatever its
+A rollout that cannot be built is data, not the end of a job: `_failing_alone` is the one boundary where whatever its
 records bring about becomes a masked row (`build_failed`). One whose rows make no table takes no other with it: then the
 rollouts of its batch go one by one.
 """
@@ -18,10 +18,10 @@ from __future__ import annotations
 import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -39,8 +39,6 @@ from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
 _BATCH_BYTES: Final = 2**20
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,14 +67,14 @@ class RolloutSummary:
     """What is wrong with its records, in words."""
 
 
-def build_groups(
+async def build_groups(
     groups: Iterable[Sequence[Request]],
-    freeze: Callable[[str], Snapshot],
+    freeze: Callable[[str], Awaitable[Snapshot]],
     *,
     options: BuildOptions,
     scale: Scale,
     on_built: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
+) -> AsyncGenerator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
     """The rollouts of `groups`, some at a time: their summaries, and their rows as a table of `SCHEMA`.
 
     In the order of the requests; a table is of one rollout, or of several that together are small. `on_built` is called
@@ -90,9 +88,7 @@ def build_groups(
                 spool = _Spool(writer, options)
                 for group in itertools.chain([first], remaining):
                     for request in group:
-                        rows_of = partial(_rows_of, request, options)
-                        make = partial(_built, rows_of, freeze, request.rollout_id)
-                        spool.add(built_or_masked(shown_id(request.rollout_id), make, rows_of))
+                        spool.add(await _built(request, freeze, options))
                     requests += group
                     if spool.nbytes > _BATCH_BYTES:
                         break
@@ -163,9 +159,15 @@ class _Spool:
             self._write_batch(waiting, to_table([row for built in waiting for row in built.rows]))
         except (RecordError, pa.ArrowException, ValueError, TypeError, OverflowError):  # of whose rows?
             for each in waiting:
-                instead = partial(_rows_of, each.request, self._options)
-                built = built_or_masked(shown_id(each.request.rollout_id), partial(_tabular, each), instead)
-                self._write_batch([built], to_table(built.rows))
+                self._write_alone(each)
+
+    def _write_alone(self, built: _Built) -> None:
+        with _failing_alone(built.request) as failed:
+            table = to_table(built.rows)
+        for instead in failed:
+            built = _rows_of(built.request, self._options, instead)
+            table = to_table(built.rows)
+        self._write_batch([built], table)
 
     def _write_batch(self, some: Sequence[_Built], table: pa.Table) -> None:
         (batch,) = table.to_batches()
@@ -173,21 +175,17 @@ class _Spool:
         self.batches.append(tuple(built.summary for built in some))
 
 
-def built_or_masked(rollout_id: str, make: Callable[[], _Made], instead: Callable[[Snapshot], _Made]) -> _Made:
-    """What `make` makes of a rollout or, if the rollout is why that fails, `instead` of one that says so."""
+@contextmanager
+def _failing_alone(request: Request) -> Iterator[list[Snapshot]]:
+    """If the rollout is why what is done inside fails, the list has what stands for its snapshot and says so."""
+    failed: list[Snapshot] = []
     try:
-        return make()
+        yield failed
     except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        return instead(unusable(rollout_id, ProblemReason.BUILD_FAILED, detail))
-
-
-def _tabular(built: _Built) -> _Built:
-    """The same. Raises whatever its rows bring about when they become a table."""
-    to_table(built.rows)
-    return built
+        failed.append(unusable(shown_id(request.rollout_id), ProblemReason.BUILD_FAILED, detail))
 
 
 def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: str | None = None) -> Snapshot:
@@ -196,9 +194,12 @@ def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: st
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
 
 
-def _built(make: Callable[[Snapshot], _Built], freeze: Callable[[str], Snapshot], rollout_id: str) -> _Built:
-    with collector_paused():
-        return make(freeze(rollout_id))
+async def _built(request: Request, freeze: Callable[[str], Awaitable[Snapshot]], options: BuildOptions) -> _Built:
+    with _failing_alone(request) as failed, collector_paused():
+        built = _rows_of(request, options, await freeze(request.rollout_id))
+    for instead in failed:
+        built = _rows_of(request, options, instead)
+    return built
 
 
 def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Built:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.codec import decode_snapshot
-from gym_capture.data.logs import log_directories
+from gym_capture.data.log_directories import log_directories
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.records import Snapshot

@@ -3,8 +3,8 @@
 Invariant: a log has one owner. This process holds the lock of each log directory, and repairs what a crash left as the
 graph itself would. For many workers at once, one process each must own the logs: `log_source`, on Ray.
 
-Flow: `log_directories` finds the logs -> `Logs.open` opens a store on each -> a rollout is asked of the store whose log
-knows it.
+Flow: `Logs.open` finds the logs (`log_directories`) and opens a store on each -> a rollout is asked of the store whose
+log knows it.
 """
 
 from __future__ import annotations
@@ -13,27 +13,9 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
-from gym_capture.data.sources import SourceSpec
-from gym_capture.errors import ConfigError
+from gym_capture.data.log_directories import log_directories
 from gym_capture.records import Snapshot
 from gym_capture.stores.log import LogStore
-from gym_capture.stores.segments import segment_numbers
-
-
-def log_directories(directory: Path) -> list[Path]:
-    """The log directory itself, or all log directories below it, one level down. Raises `ConfigError` without any."""
-    found = holds_logs(directory)
-    if not found:
-        raise ConfigError(f"{directory} holds no records: name the directory that the graph kept them in")
-    return found
-
-
-def holds_logs(directory: Path) -> list[Path]:
-    """As `log_directories`; none, if there is none. Raises `ConfigError` if one may not be read."""
-    try:
-        return [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
-    except PermissionError as error:
-        raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
 
 
 class Logs:
@@ -42,13 +24,6 @@ class Logs:
     def __init__(self, opened: AsyncExitStack, store_of: dict[str, LogStore]) -> None:
         self._opened = opened
         self._store_of = store_of
-
-    @staticmethod
-    def spec(directory: Path) -> SourceSpec:
-        """How the one worker opens it."""
-        return SourceSpec(
-            import_path="gym_capture.data.logs:Logs.open", kwargs={"directory": str(directory.absolute())}
-        )
 
     @classmethod
     async def open(cls, *, directory: str) -> Logs:

@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.data.advantages import SCALES, Scale, group_advantages, token_advantages
-from gym_capture.data.groups import build_groups
 from gym_capture.data.requests import Request
 from gym_capture.records import Snapshot
 from tests.calls import ALL_CHAINS, call, snapshot
+
+from .sync_groups import build_groups
 
 ROLLOUTS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12

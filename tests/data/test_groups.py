@@ -14,13 +14,14 @@ import pytest
 
 from gym_capture.builder import BuildOptions
 from gym_capture.data import groups
-from gym_capture.data.groups import RolloutSummary, build_groups
+from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.report import report
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA
 from gym_capture.records import Snapshot
 
 from .made_rollouts import snapshot
+from .sync_groups import build_groups
 
 
 def request(rollout_id: str, reward: float | None = 1.0, failure: str | None = None) -> Request:
