@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.codec import decode_snapshot
-from gym_capture.data.job import SourceSpec
-from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.data.log_directories import log_directories
+from gym_capture.data.sources import SourceSpec
+from gym_capture.errors import StoreUnavailableError
 from gym_capture.records import Snapshot
 from gym_capture.stores.log import LogStore
-from gym_capture.stores.segments import segment_numbers
 
 
 @contextmanager
@@ -34,12 +34,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
     Raises `ConfigError` if there is none or one may not be read, `StoreUnavailableError` if one of them is in use, e.g.
     by a running graph.
     """
-    try:
-        found = [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
-    except PermissionError as error:
-        raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
-    if not found:
-        raise ConfigError(f"{directory} holds no records: name the directory that the graph kept them in")
+    found = log_directories(directory)
     # On this node: the directories are paths of this machine.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(_LogOwner).options(num_cpus=0, scheduling_strategy=here)

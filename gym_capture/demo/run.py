@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from gym_capture.data.job import JobOptions as BuildJobOptions
-from gym_capture.data.job import SourceSpec, write_trajectories
+from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
+from gym_capture.data.sources import SourceSpec
 from gym_capture.demo.graph import private_ray, served_graph
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases

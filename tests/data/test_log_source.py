@@ -10,10 +10,11 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from gym_capture.data.job import JobOptions, SourceSpec, retire, write_trajectories
+from gym_capture.data.job import JobOptions, write_trajectories
 from gym_capture.data.log_source import opened_logs
 from gym_capture.data.report import report
 from gym_capture.data.requests import request_table
+from gym_capture.data.sources import SourceSpec, retire
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.records import CallIntent
 from gym_capture.stores.log import LogStore
@@ -44,7 +45,7 @@ def test_trajectories_of_all_logs_below_a_directory_and_retiring_them(tmp_path: 
             rollouts, source=source, out=tmp_path / "out", options=JobOptions(rollouts_per_part=1, workers=2)
         )
         assert (built.complete, built.missing) == (2, ("gone",))
-        assert asyncio.run(retire(source, built)) == ()
+        assert asyncio.run(retire(source, built.snapshots)) == ()
         assert asyncio.run(live(source)) == ["b"]
     rows = {row["rollout_id"]: row for row in pa.dataset.dataset(tmp_path / "out").to_table().to_pylist()}
     (trajectory,) = (row for name, row in rows.items() if name == "a")
@@ -82,6 +83,6 @@ def test_a_rollout_that_has_changed_since_it_was_built_is_kept(tmp_path: Path) -
         await store.close()
         consumed = report([], [])
         snapshots = {name: (snapshot.snapshot_id, snapshot.version) for name, snapshot in frozen.items()}
-        assert await retire(source, replace(consumed, snapshots=snapshots)) == ("b",)
+        assert await retire(source, replace(consumed, snapshots=snapshots).snapshots) == ("b",)
 
     asyncio.run(scenario())
