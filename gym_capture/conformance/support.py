@@ -10,8 +10,9 @@ import numpy as np
 
 from gym_capture.codec import encode_entry
 from gym_capture.errors import GymCaptureError
+from gym_capture.operations import Begin, Commit
+from gym_capture.protocols import RecordStore
 from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
-from gym_capture.stores.base import RecordStore
 
 Store: TypeAlias = RecordStore
 """What the suite tests."""
@@ -101,9 +102,14 @@ def expect_same(got: Snapshot, expected: Snapshot) -> None:
     expect_entries(got, *expected.entries)
 
 
+async def begin(store: Store, rollout_id: str, call_id: str) -> int:
+    """Begins a call; its epoch."""
+    return await store.write(Begin(sample_intent(rollout_id, call_id)))
+
+
 async def run_call(store: Store, rollout_id: str, call_id: str) -> tuple[TokenEntry, int]:
     """One whole call; its entry and its epoch."""
-    epoch = await store.begin_call(sample_intent(rollout_id, call_id))
+    epoch = await begin(store, rollout_id, call_id)
     entry = sample_entry(rollout_id, call_id)
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     return entry, epoch

@@ -52,7 +52,8 @@ from gym_capture.errors import (
     StoreUnavailableError,
 )
 from gym_capture.imports import load
-from gym_capture.protocols import TokenSource
+from gym_capture.operations import Drop
+from gym_capture.protocols import RecordStore, TokenSource
 from gym_capture.reasons import ProblemReason
 from gym_capture.records import Snapshot
 
@@ -147,12 +148,12 @@ def write_trajectories(
 
 async def retire(source: SourceSpec, consumed: BuildReport) -> tuple[str, ...]:
     """Drops the snapshots that a build consumed. Returns the rollouts that have changed since, which are kept."""
-    opened = await source.open()
+    opened = cast(RecordStore, await source.open())
     changed: list[str] = []
     try:
         for rollout_id, (snapshot_id, version) in consumed.snapshots.items():
             try:
-                await opened.drop(rollout_id, snapshot_id, version)
+                await opened.write(Drop(rollout_id, snapshot_id, version))
             except StaleSnapshotError:
                 changed.append(rollout_id)
     finally:
