@@ -20,6 +20,7 @@ from gym_capture.conformance.support import (
     expect_entries,
     expect_equal,
     expect_error,
+    expect_late_writes_refused,
     expect_same,
     run_call,
     sample_entry,
@@ -322,7 +323,7 @@ async def late_writes_are_refused(store: Store) -> None:
     _, epoch = await run_call(store, "r", "c")
     snapshot = await store.freeze("r")
     await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
-    await _expect_late_writes_refused(store, epoch)
+    await expect_late_writes_refused(store, epoch)
     await expect_error(begin(store, "r", "late"), RetiredRolloutError, "a late call")
     expect_equal((await store.freeze("r")).version, 0, "version")
     expect_equal(list(await store.rollout_ids()), [], "live rollouts")
@@ -336,7 +337,7 @@ async def clear_opens_a_new_attempt(store: Store) -> None:
     expect_equal((await store.freeze("r")).version, 0, "version")
     entry, epoch = await run_call(store, "r", "c")
     expect(epoch != old_epoch, "a new attempt must have a new epoch")
-    await _expect_late_writes_refused(store, old_epoch)
+    await expect_late_writes_refused(store, old_epoch)
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
     expect_clean(snapshot)
@@ -412,18 +413,6 @@ async def closed_store_is_unavailable(store: Store) -> None:
     await expect_error(store.freeze("r"), StoreUnavailableError, "a freeze after close")
 
 
-async def _expect_late_writes_refused(store: Store, epoch: int) -> None:
-    for what, operation in (
-        ("a late put", Commit(sample_entry("r", "late"), epoch=epoch)),
-        ("a late repeat", Commit(sample_entry("r", "c"), epoch=epoch)),
-        ("a late mark", MarkIncomplete("r", "late", epoch=epoch)),
-        ("a late abandon", Abandon("r", "c", epoch=epoch)),
-        ("a late delivery", MarkDelivery("r", "c", delivered=True, epoch=epoch)),
-        ("a late loss", MarkDelivery("r", "c", delivered=False, epoch=epoch)),
-    ):
-        await expect_error(store.write(operation), RetiredRolloutError, what)
-
-
 # --- restarts ----------------------------------------------------------------------------------------------------
 
 
@@ -458,7 +447,7 @@ async def retirement_survives_a_restart(store: Store, reopen: Reopen) -> None:
     late = sample_entry("dropped", "late")
     await expect_error(store.write(Commit(late, epoch=dropped_epoch)), RetiredRolloutError, "a late put")
     await expect_error(begin(store, "dropped", "late"), RetiredRolloutError, "a late call")
-    await _expect_late_writes_refused(store, cleared_epoch)
+    await expect_late_writes_refused(store, cleared_epoch)
     entry, epoch = await run_call(store, "r", "c")
     expect(epoch not in (cleared_epoch, dropped_epoch), "a new attempt must have a new epoch")
     expect_entries(await store.freeze("r"), entry)

@@ -9,8 +9,8 @@ from typing import TypeAlias
 import numpy as np
 
 from gym_capture.codec import encode_entry
-from gym_capture.errors import GymCaptureError
-from gym_capture.operations import Begin, Commit
+from gym_capture.errors import GymCaptureError, RetiredRolloutError
+from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete
 from gym_capture.protocols import RecordStore
 from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
 
@@ -100,6 +100,19 @@ def expect_same(got: Snapshot, expected: Snapshot) -> None:
         "snapshot",
     )
     expect_entries(got, *expected.entries)
+
+
+async def expect_late_writes_refused(store: Store, epoch: int) -> None:
+    """Whatever it is that a writer of this epoch still says of rollout `r` and its call `c`."""
+    for what, operation in (
+        ("a late put", Commit(sample_entry("r", "late"), epoch=epoch)),
+        ("a late repeat", Commit(sample_entry("r", "c"), epoch=epoch)),
+        ("a late mark", MarkIncomplete("r", "late", epoch=epoch)),
+        ("a late abandon", Abandon("r", "c", epoch=epoch)),
+        ("a late delivery", MarkDelivery("r", "c", delivered=True, epoch=epoch)),
+        ("a late loss", MarkDelivery("r", "c", delivered=False, epoch=epoch)),
+    ):
+        await expect_error(store.write(operation), RetiredRolloutError, what)
 
 
 async def begin(store: Store, rollout_id: str, call_id: str) -> int:

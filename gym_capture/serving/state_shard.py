@@ -27,7 +27,7 @@ from typing import Any, Final, cast
 from gym_capture.codec import encode_snapshot
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage_cache import LineageCache
-from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete
+from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.protocols import RecordStore
 from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
@@ -273,7 +273,7 @@ class _Hosted:
         self.tally.begun(resolution)
         return Begun(epoch, resolution, may_be_retry)
 
-    async def write(self, operation: Abandon | MarkIncomplete | MarkDelivery | Drop | Clear) -> int:
+    async def write(self, operation: Operation) -> int:
         """Makes it durable, then lets lineage and the counts know of it."""
         epoch = await self.store.write(operation)
         match operation:
