@@ -25,7 +25,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
@@ -264,6 +264,14 @@ def _digest(data: bytes) -> bytes:
 
 # --- facts -------------------------------------------------------------------------------------------------------
 
+_PLAIN: Final[dict[str, type[Event]]] = {
+    "abandoned": Abandoned,
+    "incomplete": MarkedIncomplete,
+    "delivery": DeliveryKnown,
+    "retired": Retired,
+}
+"""The kinds whose objects are just their fields, behind the epoch."""
+
 
 def _object_of(rollout_id: str, event: Event, encoded: bytes) -> tuple[_Name, bytes]:
     """`encoded`: the intent or the entry of an event that has one."""
@@ -273,18 +281,13 @@ def _object_of(rollout_id: str, event: Event, encoded: bytes) -> tuple[_Name, by
             return _Name.of(rollout_id, epoch, "intent", intent.model_call_id), encoded
         case Committed(epoch, call_id, _):
             return _Name.of(rollout_id, epoch, "entry", call_id), encoded
-        case Abandoned(epoch, call_id):
-            kind, values = "abandoned", [call_id]
-        case MarkedIncomplete(epoch, reason):
-            kind, values = "incomplete", [reason]
-        case ProblemFound(epoch, problem):
+        case ProblemFound(_, problem):
             kind, values = "problem", [problem.reason, problem.call_id, problem.field, problem.detail]
-        case DeliveryKnown(epoch, call_id, delivered):
-            kind, values = "delivery", [call_id, delivered]
-        case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
-            kind, values = "retired", [consumed_epoch, snapshot_id, version, retired_at, keeps_records]
+        case _:
+            kind = next(name for name, plain in _PLAIN.items() if isinstance(event, plain))
+            values = [getattr(event, each.name) for each in fields(event) if each.name != "epoch"]
     payload = json.dumps(values)
-    return _Name.of(rollout_id, epoch, kind, payload), payload.encode()
+    return _Name.of(rollout_id, event.epoch, kind, payload), payload.encode()
 
 
 def _event_of(name: _Name, payload: bytes) -> Event | None:
@@ -296,19 +299,13 @@ def _event_of(name: _Name, payload: bytes) -> Event | None:
             case "entry":
                 key = peek_entry(payload)
                 return Committed(name.epoch, key.call_id, key.payload_digest)
-            case "abandoned":
-                return Abandoned(name.epoch, *json.loads(payload))
-            case "incomplete":
-                return MarkedIncomplete(name.epoch, *json.loads(payload))
             case "problem":
                 reason, call_id, field, detail = json.loads(payload)
                 return ProblemFound(
                     name.epoch, RecordProblem(reason=reason, call_id=call_id, field=field, detail=detail)
                 )
-            case "delivery":
-                return DeliveryKnown(name.epoch, *json.loads(payload))
-            case "retired":
-                return Retired(name.epoch, *json.loads(payload))
+            case kind if kind in _PLAIN:
+                return _PLAIN[kind](name.epoch, *json.loads(payload))
     except (RecordError, ValueError, TypeError):
         return None
     return None
