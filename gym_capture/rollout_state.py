@@ -91,7 +91,7 @@ class Abandoned:
 class MarkedIncomplete:
     """The capture of the rollout lacks something."""
 
-    kind: ClassVar = "incomplete"
+    kind: ClassVar = "marked"
     value: ClassVar = b""
     epoch: int
     reason: str
@@ -158,7 +158,7 @@ class Retired:
 Fact: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown
 Event: TypeAlias = Fact | Retired
 
-_ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "incomplete", "problem", "delivered", "undelivered")
+_ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "marked", "problem", "delivered", "undelivered")
 """Kinds of facts, in the order in which snapshot ids hash them. One not listed counts only where there are any."""
 _NONE: Final[Mapping[Any, bytes]] = MappingProxyType({})
 
@@ -325,7 +325,7 @@ class RolloutState:
             version=self.version,
             entries=(),
             incomplete=(
-                *sorted(self.of("incomplete")),
+                *sorted(self.of("marked")),
                 *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
             ),
             problems=tuple(sorted(self.of("problem"), key=lambda p: (p.reason, p.call_id or "", p.detail))),
