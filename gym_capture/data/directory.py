@@ -26,7 +26,6 @@ from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import ROLLOUTS_PER_PART, check_requests, each_alone, groups_of, split_into_parts
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
-from gym_capture.errors import StoreError
 from gym_capture.records import Snapshot
 
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
@@ -49,20 +48,11 @@ class NemoGymDirectory:
     async def freeze(self, rollout_id: str) -> Snapshot:
         return read_rollout(self._directory, rollout_id)
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        raise self._only_read(rollout_id)
-
-    async def clear(self, rollout_id: str) -> None:
-        raise self._only_read(rollout_id)
-
     async def rollout_ids(self) -> Sequence[str]:
         return rollout_ids(self._directory)
 
     async def close(self) -> None:
         """Nothing stays open."""
-
-    def _only_read(self, rollout_id: str) -> StoreError:
-        return StoreError(f"the files in {self._directory} are NeMo Gym's, and only read", rollout_id=rollout_id)
 
 
 def build_directory(

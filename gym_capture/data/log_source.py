@@ -23,7 +23,9 @@ from gym_capture.codec import decode_snapshot
 from gym_capture.data.log_directories import log_directories
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Clear, Drop, Operation
 from gym_capture.records import Snapshot
+from gym_capture.rollout_state import retired_error
 from gym_capture.stores.log import LogStore
 
 
@@ -49,7 +51,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
 
 
 class LogClient:
-    """A `TokenSource` over logs that other processes own."""
+    """A `RecordStore` over logs that other processes own."""
 
     def __init__(self, owner_of: dict[str, Any]) -> None:
         self._owner_of = owner_of
@@ -64,12 +66,14 @@ class LogClient:
             return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=())
         return decode_snapshot(await _awaited(self._owner_of[rollout_id].freeze.remote(rollout_id)))
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await _awaited(self._owner_of[rollout_id].drop.remote(rollout_id, snapshot_id, version))
-
-    async def clear(self, rollout_id: str) -> None:
-        if rollout_id in self._owner_of:
-            await _awaited(self._owner_of[rollout_id].clear.remote(rollout_id))
+    async def write(self, operation: Operation) -> int:
+        """Of a rollout that no log knows there is nothing to retire, and nothing else can be said of it."""
+        owner = self._owner_of.get(operation.rollout_id)
+        if owner is not None:
+            return int(await _awaited(owner.write.remote(operation)))
+        if isinstance(operation, Drop | Clear):
+            return 0
+        raise retired_error(operation.rollout_id, operation.call_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return sorted(self._owner_of)
@@ -91,11 +95,8 @@ class _LogOwner:
     async def freeze(self, rollout_id: str) -> bytes:
         return await (await self._opened()).freeze_encoded(rollout_id)
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await (await self._opened()).drop(rollout_id, snapshot_id, version)
-
-    async def clear(self, rollout_id: str) -> None:
-        await (await self._opened()).clear(rollout_id)
+    async def write(self, operation: Operation) -> int:
+        return await (await self._opened()).write(operation)
 
     async def _opened(self) -> LogStore:
         # `opened_logs` asks each owner once, and waits for the answer, before anybody else can ask.

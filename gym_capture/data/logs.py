@@ -14,12 +14,14 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from gym_capture.data.log_directories import log_directories
+from gym_capture.operations import Clear, Drop, Operation
 from gym_capture.records import Snapshot
+from gym_capture.rollout_state import retired_error
 from gym_capture.stores.log import LogStore
 
 
 class Logs:
-    """A `TokenSource` over several logs. Lives on one event loop."""
+    """A `RecordStore` over several logs. Lives on one event loop."""
 
     def __init__(self, opened: AsyncExitStack, store_of: dict[str, LogStore]) -> None:
         self._opened = opened
@@ -41,12 +43,14 @@ class Logs:
             return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=())
         return await self._store_of[rollout_id].freeze(rollout_id)
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await self._store_of[rollout_id].drop(rollout_id, snapshot_id, version)
-
-    async def clear(self, rollout_id: str) -> None:
-        if rollout_id in self._store_of:
-            await self._store_of[rollout_id].clear(rollout_id)
+    async def write(self, operation: Operation) -> int:
+        """Of a rollout that no log knows there is nothing to retire, and nothing else can be said of it."""
+        store = self._store_of.get(operation.rollout_id)
+        if store is not None:
+            return await store.write(operation)
+        if isinstance(operation, Drop | Clear):
+            return 0
+        raise retired_error(operation.rollout_id, operation.call_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return sorted(self._store_of)

@@ -15,17 +15,18 @@ from __future__ import annotations
 import inspect
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from gym_capture.errors import ConfigError, StaleSnapshotError
 from gym_capture.imports import load
-from gym_capture.protocols import TokenSource
+from gym_capture.operations import Drop
+from gym_capture.protocols import RecordStore, TokenSource
 
 
 class SourceFactory(Protocol):
     """Opens a `TokenSource`: a class, a function or a coroutine function.
 
-    A build calls only `freeze` and `close` of what it opens; `drop` is called to retire what was consumed. Raises
+    A build calls only `freeze` and `close` of what it opens; to retire what was consumed takes a `RecordStore`. Raises
     `ConfigError` or `OSError` for arguments that lead nowhere, `StoreUnavailableError` for a source that is down.
     """
 
@@ -53,14 +54,14 @@ class SourceSpec:
 async def retire(source: SourceSpec, consumed: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
     """Drops snapshots that a build consumed: by rollout id, `snapshot_id` and `version`.
 
-    Returns the rollouts that have changed since, which are kept.
+    `source` opens a `RecordStore`. Returns the rollouts that have changed since, which are kept.
     """
-    opened = await source.open()
+    opened = cast(RecordStore, await source.open())  # files that are only read have no snapshots to retire
     changed: list[str] = []
     try:
         for rollout_id, (snapshot_id, version) in consumed.items():
             try:
-                await opened.drop(rollout_id, snapshot_id, version)
+                await opened.write(Drop(rollout_id, snapshot_id, version))
             except StaleSnapshotError:
                 changed.append(rollout_id)
     finally:

@@ -27,6 +27,7 @@ from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
+from gym_capture.operations import Clear
 from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
 from gym_capture.rollouts.harness import ToolLoopOptions
@@ -160,6 +161,11 @@ class _Run:
             phase.count(len(done), total)
             phase.note(f"{len(done)}/{total}, mean reward {sum(row.reward for row in done) / len(done):.2f}")
 
+        state = connect(namespace=_NAMESPACE)
+
+        async def clear(rollout_id: str) -> None:
+            await state.write(Clear(rollout_id))
+
         phase.count(0, total)
         return asyncio.run(
             run_tool_agent(
@@ -170,7 +176,7 @@ class _Run:
                     job_id=f"demo-{self._directory.name}", samples=options.samples, concurrency=options.concurrency
                 ),
                 loop=options.loop,
-                clear=connect(namespace=_NAMESPACE).clear,
+                clear=clear,
                 directory=self._directory,
                 on_row=on_row,
             )

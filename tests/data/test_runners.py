@@ -132,6 +132,6 @@ def test_token_files_are_only_read(tmp_path: Path) -> None:
     (tmp_path / "r.tokens.jsonl").touch()
     source = asyncio.run(NemoGymDirectory.spec(tmp_path).open())
     assert list(asyncio.run(source.rollout_ids())) == ["r"]
-    with pytest.raises(StoreError, match="only read"):
-        asyncio.run(source.drop("r", "s", 1))
-    assert (tmp_path / "r.tokens.jsonl").exists()
+    asyncio.run(source.freeze("r"))
+    asyncio.run(source.close())
+    assert [file.name for file in tmp_path.iterdir()] == ["r.tokens.jsonl"]
