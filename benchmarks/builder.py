@@ -22,7 +22,20 @@ from functools import partial
 import numpy as np
 
 from gym_capture.builder import build
-from gym_capture.records import Continues, Parent, Root, Snapshot, TokenEntry, id_bytes, new_digest
+from gym_capture.records import (
+    CallReply,
+    CallRequest,
+    Continues,
+    Parent,
+    PolicyTrace,
+    Root,
+    Snapshot,
+    TokenEntry,
+    id_bytes,
+    new_digest,
+    suffix_of,
+)
+from gym_capture.suffixes import StoredRecord, complete
 
 ROOT_IDS, NEW_PROMPT_IDS, GENERATED_IDS = 2_000, 300, 200
 MAX_WHOLE_PROMPTS_MS = 4.0
@@ -52,7 +65,7 @@ def main() -> int:
 
     ns_by_turns: dict[int, float] = {}
     for turns in (100, 1_000, 4_000):
-        deltas = _snapshot([entry.as_delta() for entry in _calls(turns)])
+        deltas = _snapshot([suffix_of(entry) for entry in _calls(turns)])
         ids = _unique_ids(turns)
         ns_by_turns[turns] = 1e6 * _best_ms(partial(build, deltas), repeats=max(5, 3_000 // turns)) / ids
         _report("builder.deltas", turns=turns, unique_ids=ids, ns_per_id=round(ns_by_turns[turns], 2), ok=True)
@@ -79,8 +92,8 @@ def _unique_ids(turns: int) -> int:
     return ROOT_IDS + turns * GENERATED_IDS + (turns - 1) * NEW_PROMPT_IDS
 
 
-def _snapshot(entries: Sequence[TokenEntry]) -> Snapshot:
-    return Snapshot(rollout_id="r", snapshot_id="s", version=1, entries=tuple(entries))
+def _snapshot(entries: Sequence[StoredRecord]) -> Snapshot:
+    return Snapshot(rollout_id="r", snapshot_id="s", version=1, entries=complete(entries)[0])
 
 
 def _calls(turns: int) -> list[TokenEntry]:
@@ -100,15 +113,14 @@ def _calls(turns: int) -> list[TokenEntry]:
         entry = TokenEntry(
             rollout_id="r",
             model_call_id=f"c{turn:05}",
-            model="policy",
-            requested_model="policy",
-            has_tools=True,
             prompt_token_ids=prompt.copy() if turns <= 100 else prompt,
             generation_token_ids=sequence[prompt_end:end].copy(),
             generation_log_probs=log_probs,
             parent=parent,
             digest=digest.hexdigest(),
-            finish_reason="stop",
+            policy=PolicyTrace(model="policy"),
+            request=CallRequest(requested_model="policy", has_tools=True),
+            reply=CallReply(finish_reason="stop"),
         )
         entries.append(entry)
         parent = Continues(entry.model_call_id, end)

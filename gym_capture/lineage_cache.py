@@ -22,7 +22,8 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
 from gym_capture.reasons import CaptureMark, split_reason
-from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, RecordProblem, Snapshot
+from gym_capture.suffixes import StoredRecord, stored_form
 
 
 class LineageCache:
@@ -95,7 +96,7 @@ class LineageCache:
             if not calls:
                 del self._open[rollout_id]
 
-    async def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:
+    async def add(self, entry: StoredRecord) -> tuple[RecordProblem, ...]:
         """Indexes a record that is durable by now (`LineageIndex.add`)."""
         self.end(entry.rollout_id, entry.model_call_id)
         if not await self._is_here(entry.rollout_id):
@@ -150,7 +151,7 @@ class LineageCache:
         del self._reading[rollout_id]
         self.reads += 1
         self._absent.discard(rollout_id)
-        self._index.rebuild(snapshot.entries)
+        self._index.rebuild(stored_form(snapshot))
         for reason in snapshot.incomplete:
             name, call_id = split_reason(reason)
             if name == CaptureMark.DANGLING_INTENT:

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
-from gym_capture.records import CallIntent, IdArray, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.records import CallIntent, IdArray, Root, Snapshot, Unresolved
+from gym_capture.suffixes import StoredRecord
 
 
 class TokenSink(Protocol):
@@ -29,8 +30,8 @@ class TokenSink(Protocol):
         """
         ...
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        """Makes the record of a call durable and closes its intent. The entry may be a delta.
+    async def put(self, entry: StoredRecord, *, epoch: int) -> None:
+        """Makes the record of a call durable and closes its intent. It may be whole or a suffix.
 
         The same call with the same content again is a no-op. Raises `ConflictingCallError` for other content (the
         first stays, the rollout becomes incomplete), `RetiredRolloutError` for an old epoch.
@@ -62,9 +63,9 @@ class TokenSink(Protocol):
 class EncodedPut(NamedTuple):
     """A `put` that reaches a store in the bytes in which its record travelled."""
 
-    entry: TokenEntry
+    entry: StoredRecord
     data: bytes
-    """What `entry` was decoded from: its delta, as `codec.encode_delta` makes it."""
+    """What `entry` was decoded from: its suffix, as `codec.encode_suffix` makes it."""
     epoch: int
 
 

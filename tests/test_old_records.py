@@ -9,18 +9,18 @@ import base64
 
 import numpy as np
 
-from gym_capture.codec import decode_entry, decode_intent, decode_snapshot, encode_delta, encode_entry, encode_intent
+from gym_capture.codec import decode_entry, decode_intent, decode_snapshot, encode_entry, encode_intent, encode_suffix
 from gym_capture.records import (
     CallIntent,
     Continues,
     LostCall,
     RecordProblem,
-    TokenEntry,
     Unresolved,
     WeightSpan,
     as_ids,
     digest_ids,
 )
+from tests.calls import entry_of
 
 ROOT = (
     b"R0NFTgEAAADQAAAACAAAAAAAAAAAAAAAoQrWTgR/05fNNf8tAL8xv3sicm9sbG91dF9pZCI6InIxIiwibW9kZWxfY2FsbF9pZCI6ImEiLCJt"
@@ -95,7 +95,7 @@ INTENT = (
 
 
 IDS = as_ids([1, 2, 3, 4, 5, 6, 7])
-ROOT_ENTRY = TokenEntry(
+ROOT_ENTRY = entry_of(
     rollout_id="r1",
     model_call_id="a",
     model="",
@@ -106,7 +106,7 @@ ROOT_ENTRY = TokenEntry(
     generation_log_probs=np.array([-0.5, -0.25], np.float32),
     parent=None,
 )
-FULL_ENTRY = TokenEntry(
+FULL_ENTRY = entry_of(
     rollout_id="r1",
     model_call_id="b\ud83d",
     model="policy",
@@ -135,7 +135,7 @@ FULL_ENTRY = TokenEntry(
     sampling_mask=np.array([[True, False]] * 3),
     created_at=1_700_000_000.25,
 )
-OTHER_ENTRY = TokenEntry(
+OTHER_ENTRY = entry_of(
     rollout_id="r1",
     model_call_id="c",
     model="policy",
@@ -156,7 +156,7 @@ THE_INTENT = CallIntent(
 def test_the_same_records_give_the_same_bytes() -> None:
     assert encode_entry(ROOT_ENTRY) == base64.b64decode(ROOT)
     assert encode_entry(FULL_ENTRY) == base64.b64decode(WHOLE)
-    assert encode_delta(FULL_ENTRY) == base64.b64decode(SUFFIX)
+    assert encode_suffix(FULL_ENTRY) == base64.b64decode(SUFFIX)
     assert encode_entry(OTHER_ENTRY) == base64.b64decode(OTHER)
     assert encode_intent(THE_INTENT) == base64.b64decode(INTENT)
 
@@ -176,4 +176,4 @@ def test_an_old_snapshot_opens() -> None:
     assert read.lost_calls == (LostCall(model_call_id="x", retries=("a",), answers=("t",)),)
     assert {entry.model_call_id: entry.delivered for entry in read.entries} == {"b\ud83d": False, "a": True, "c": None}
     (b,) = (entry for entry in read.entries if entry.model_call_id == "b\ud83d")
-    assert encode_delta(b) == base64.b64decode(SUFFIX)
+    assert encode_suffix(b) == base64.b64decode(SUFFIX)

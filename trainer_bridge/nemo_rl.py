@@ -112,7 +112,7 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
         "response": {
             "id": f"resp_{built.rollout_id}",
             "object": "response",
-            "model": next((entry.model for entry in rollout.snapshot.entries), ""),
+            "model": next((entry.policy.model for entry in rollout.snapshot.entries), ""),
             "output": output,
             "usage": {
                 "input_tokens": len(carriers[0]["prompt_token_ids"]),
@@ -175,7 +175,7 @@ def _output(trajectory: Trajectory, snapshot: Snapshot) -> list[JsonObject]:
     output: list[JsonObject] = []
     for call_id in trajectory.call_ids:
         entry = entries[call_id]
-        items = [dict(item) for item in entry.output_items]
+        items = [dict(item) for item in entry.reply.output_items]
         if call_id in segments:
             if not items:
                 items.append(_token_only_item())
@@ -186,7 +186,7 @@ def _output(trajectory: Trajectory, snapshot: Snapshot) -> list[JsonObject]:
 
 def _carrier(entry: TokenEntry, items: Sequence[JsonObject]) -> int:
     """The item that the generation belongs to; the last where it was not noted."""
-    index = entry.token_item_index
+    index = entry.reply.token_item_index
     return index if index is not None and 0 <= index < len(items) else len(items) - 1
 
 

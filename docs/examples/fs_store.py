@@ -35,14 +35,14 @@ import pyarrow.fs
 from gym_capture.codec import (
     decode_intent,
     decode_or_problem,
-    encode_delta,
     encode_intent,
+    encode_suffix,
     payload_digest,
     peek_entry,
     with_delivery,
 )
 from gym_capture.errors import RecordError, StoreUnavailableError
-from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, RecordProblem, Snapshot
 from gym_capture.rollout_state import (
     Abandoned,
     Begun,
@@ -55,6 +55,7 @@ from gym_capture.rollout_state import (
     Retired,
 )
 from gym_capture.stores.book import RolloutBook
+from gym_capture.suffixes import StoredRecord, complete
 
 _T = TypeVar("_T")
 
@@ -109,8 +110,8 @@ class FsStore:
         await self._write(intent.rollout_id, decide, encode_intent(intent))
         return epoch
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        rollout_id, call_id, encoded = entry.rollout_id, entry.model_call_id, encode_delta(entry)
+    async def put(self, entry: StoredRecord, *, epoch: int) -> None:
+        rollout_id, call_id, encoded = entry.rollout_id, entry.model_call_id, encode_suffix(entry)
         digest = payload_digest(encoded)
         await self._write(rollout_id, lambda: self._book.put(rollout_id, call_id, digest, epoch=epoch), encoded)
 
@@ -149,11 +150,14 @@ class FsStore:
             else decode_or_problem(payload, call_id=call_id)
             for name, call_id, payload in zip(names, call_ids, payloads, strict=True)
         ]
+        records = with_delivery((each for each in read if not isinstance(each, RecordProblem)), facts.delivery)
+        entries, orphans = complete(records)
         return Snapshot(
             rollout_id=rollout_id,
             snapshot_id=facts.snapshot_id,
             version=facts.version,
-            entries=with_delivery((each for each in read if isinstance(each, TokenEntry)), facts.delivery),
+            entries=entries,
+            orphans=orphans,
             incomplete=facts.incomplete,
             problems=(*facts.problems, *(each for each in read if isinstance(each, RecordProblem))),
             lost_calls=facts.lost_calls,

@@ -32,7 +32,8 @@ from gym_capture.errors import (
     StoreUnavailableError,
 )
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
-from gym_capture.records import Continues, LostCall
+from gym_capture.record_fields import with_values
+from gym_capture.records import Continues, LostCall, suffix_of
 
 # --- reading back what was written -------------------------------------------------------------------------------
 
@@ -54,21 +55,21 @@ async def entry_comes_back_whole(store: Store) -> None:
 
 
 async def deltas_come_back(store: Store) -> None:
-    """A call that continues another is read back, put whole or as a delta."""
+    """A call that continues another is read back whole, put whole or as a suffix."""
     first, epoch = await run_call(store, "r", "c1")
     whole = sample_entry("r", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", first.cum_len))
-    delta = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len)).as_delta()
-    for entry in (whole, delta):
-        await store.begin_call(sample_intent("r", entry.model_call_id))
-        await store.put(entry, epoch=epoch)
-    expect_entries(await store.freeze("r"), first, whole, delta)
+    other = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len))
+    for record in (whole, suffix_of(other)):
+        await store.begin_call(sample_intent("r", record.model_call_id))
+        await store.put(record, epoch=epoch)
+    expect_entries(await store.freeze("r"), first, whole, other)
 
 
 async def strange_text_comes_back(store: Store) -> None:
     """Text that a model or a client can produce comes back exactly: half an emoji, control characters, any script."""
     for index, text in enumerate(("\ud83d", "a\0b\x1b\u2028", "😀 日本 \udc80", "", '"\\')):
         epoch = await store.begin_call(sample_intent(f"r{index}", "c"))
-        entry = replace(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
+        entry = with_values(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
         await store.put(entry, epoch=epoch)
         expect_entries(await store.freeze(f"r{index}"), entry)
 
@@ -76,7 +77,7 @@ async def strange_text_comes_back(store: Store) -> None:
 async def engine_arrays_come_back(store: Store) -> None:
     """Arrays of the engine beside the ids keep their dtype and shape."""
     epoch = await store.begin_call(sample_intent("r", "c"))
-    entry = replace(
+    entry = with_values(
         sample_entry("r", "c"),
         routed_experts=np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2),
         sampling_mask=np.array([[True, False], [False, True]]),
@@ -89,7 +90,7 @@ async def empty_generation_comes_back(store: Store) -> None:
     """A call that generated nothing has a record too."""
     epoch = await store.begin_call(sample_intent("r", "c"))
     empty = sample_entry("r", "c", generation=())
-    entry = replace(empty, finish_reason="abort", output_items=(), token_item_index=None)
+    entry = with_values(empty, finish_reason="abort", output_items=(), token_item_index=None)
     await store.put(entry, epoch=epoch)
     expect_entries(await store.freeze("r"), entry)
 

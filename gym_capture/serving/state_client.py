@@ -18,12 +18,13 @@ from typing import Any, Final, TypeAlias, cast
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from gym_capture.codec import decode_snapshot, encode_delta
+from gym_capture.codec import decode_snapshot, encode_suffix
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, Snapshot
 from gym_capture.serving.state_shard import Begun
 from gym_capture.serving.stats import ShardStats, total
+from gym_capture.suffixes import StoredRecord
 
 _Call: TypeAlias = tuple[str, tuple[object, ...]]
 """Method and arguments."""
@@ -63,8 +64,8 @@ class StateClient:
     async def begin_call(self, intent: CallIntent) -> int:
         return (await self.begin(intent, ())).epoch
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._batched(entry.rollout_id, "put", encode_delta(entry), epoch)
+    async def put(self, entry: StoredRecord, *, epoch: int) -> None:
+        await self._batched(entry.rollout_id, "put", encode_suffix(entry), epoch)
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         await self._batched(rollout_id, "abandon_call", rollout_id, call_id, epoch)

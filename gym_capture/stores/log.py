@@ -24,13 +24,13 @@ from typing import Final
 from gym_capture.codec import (
     decode_or_problem,
     decode_snapshot,
-    encode_delta,
     encode_intent,
+    encode_suffix,
     payload_digest,
 )
 from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableError
 from gym_capture.protocols import EncodedPut
-from gym_capture.records import CallIntent, Snapshot, TokenEntry, check_rollout_id
+from gym_capture.records import CallIntent, RecordProblem, Snapshot, check_rollout_id
 from gym_capture.rollout_state import Decision, FrozenFacts
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
@@ -49,6 +49,7 @@ from gym_capture.stores.segments import (
     lock_directory,
     make_directory,
 )
+from gym_capture.suffixes import StoredRecord
 
 _DISK: Final = Disk()
 
@@ -154,8 +155,8 @@ class LogStore(EncodedStore, MeasuredStore):
         await self._write(intent.rollout_id, intent.model_call_id, decide, encode_intent(intent))
         return epoch
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._commits.write([self._put(EncodedPut(entry, encode_delta(entry), epoch))])
+    async def put(self, entry: StoredRecord, *, epoch: int) -> None:
+        await self._commits.write([self._put(EncodedPut(entry, encode_suffix(entry), epoch))])
 
     async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
         """`put` on behalf of many callers: one wait for all. To each, in its place: None, or why it is refused."""
@@ -219,8 +220,8 @@ class LogStore(EncodedStore, MeasuredStore):
         self._check_open()
         return self._index.book.live_ids()
 
-    def iter_live_entries(self) -> Iterator[TokenEntry]:
-        """Every readable entry of every live rollout, one rollout after the other.
+    def iter_live_entries(self) -> Iterator[StoredRecord]:
+        """Every readable record of every live rollout, one rollout after the other, as it is stored.
 
         For rebuilding a lineage index before the store takes calls: it blocks, and sees no later writes.
         """
@@ -230,9 +231,9 @@ class LogStore(EncodedStore, MeasuredStore):
             for rollout_id in self._index.book.live_ids():
                 for _, location in self._index.entries(rollout_id):
                     found = read_record(reader, location)
-                    entry = None if found is None else decode_or_problem(found.payload)
-                    if isinstance(entry, TokenEntry):
-                        yield entry
+                    record = None if found is None else decode_or_problem(found.payload)
+                    if record is not None and not isinstance(record, RecordProblem):
+                        yield record
         finally:
             reader.close()
 

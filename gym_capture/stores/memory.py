@@ -10,11 +10,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gym_capture.codec import encode_delta, payload_digest, with_delivery
+from gym_capture.codec import encode_suffix, payload_digest, with_delivery
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, Snapshot, suffix_of
 from gym_capture.rollout_state import Committed, Decision
 from gym_capture.stores.book import RolloutBook
+from gym_capture.suffixes import StoredRecord, complete
 
 
 class MemoryStore:
@@ -22,7 +23,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._book = RolloutBook()
-        self._entries: dict[str, dict[str, TokenEntry]] = {}
+        self._entries: dict[str, dict[str, StoredRecord]] = {}
         self._is_closed = False
 
     @classmethod
@@ -36,13 +37,13 @@ class MemoryStore:
         self._settle(intent.rollout_id, decision)
         return epoch
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
+    async def put(self, entry: StoredRecord, *, epoch: int) -> None:
         self._check_open()
-        digest = payload_digest(encode_delta(entry))
+        digest = payload_digest(encode_suffix(entry))
         decision = self._book.put(entry.rollout_id, entry.model_call_id, digest, epoch=epoch)
         self._settle(entry.rollout_id, decision)
         if isinstance(decision.event, Committed):
-            self._entries.setdefault(entry.rollout_id, {})[entry.model_call_id] = entry.as_delta()
+            self._entries.setdefault(entry.rollout_id, {})[entry.model_call_id] = suffix_of(entry)
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
         self._check_open()
@@ -63,11 +64,14 @@ class MemoryStore:
     async def freeze(self, rollout_id: str) -> Snapshot:
         self._check_open()
         facts = self._book.freeze(rollout_id)
+        records = with_delivery(self._entries.get(rollout_id, {}).values(), facts.delivery)
+        entries, orphans = complete(records)
         return Snapshot(
             rollout_id=rollout_id,
             snapshot_id=facts.snapshot_id,
             version=facts.version,
-            entries=with_delivery(self._entries.get(rollout_id, {}).values(), facts.delivery),
+            entries=entries,
+            orphans=orphans,
             incomplete=facts.incomplete,
             problems=facts.problems,
             lost_calls=facts.lost_calls,

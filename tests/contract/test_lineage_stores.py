@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,8 @@ from gym_capture.conformance.lineage import (
 from gym_capture.errors import GymCaptureError
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import CallIntent, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import CallIntent, Snapshot, TokenEntry, Unresolved, suffix_of
 from gym_capture.serving.state import StateShard
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
@@ -36,7 +36,7 @@ class Shard:
         return (await self._shard.begin(intent, ())).epoch
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        (answer,) = await self._shard.batch([("put", (encode_entry(entry.as_delta()), epoch))])
+        (answer,) = await self._shard.batch([("put", (encode_entry(suffix_of(entry)), epoch))])
         if isinstance(answer, GymCaptureError):
             raise answer
 
@@ -141,7 +141,7 @@ class ToTheLetter(Recorded):
     """Knows turns only as they were sent."""
 
     async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await super().put(replace(entry, other_turn_keys={}), epoch=epoch)
+        await super().put(with_values(entry, other_turn_keys={}), epoch=epoch)
 
 
 class Promiscuous(Recorded):

@@ -17,7 +17,7 @@ from gym_capture.errors import StoreError
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, Snapshot, TokenEntry, suffix_of
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
@@ -76,7 +76,7 @@ class LocalState:
         await self.gate.wait()
         if self.put_fails is not None:
             raise self.put_fails
-        await self.store.put(entry.as_delta(), epoch=epoch)
+        await self.store.put(suffix_of(entry), epoch=epoch)
         assert self._lineage.add(entry) == ()
 
     async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
@@ -113,20 +113,10 @@ class LocalState:
         return ShardStats(prefix_requested=4, prefix_supplied=3, resolutions={"root": 2})
 
     async def snapshot(self, rollout_id: str = "r1") -> Snapshot:
-        """The rollout with whole prompts, in the order in which its calls were recorded."""
+        """The rollout, in the order in which its calls were recorded."""
         frozen = await self.store.freeze(rollout_id)
-        whole: dict[str, TokenEntry] = {}
-        for entry in frozen.entries:
-            parent = whole[entry.parent.call_id].cumulative_ids() if entry.is_delta else None
-            whole[entry.model_call_id] = entry if parent is None else entry.expand(parent)
-        return Snapshot(
-            rollout_id=rollout_id,
-            snapshot_id=frozen.snapshot_id,
-            version=frozen.version,
-            entries=tuple(whole.values()),
-            incomplete=frozen.incomplete,
-            problems=frozen.problems,
-        )
+        assert frozen.orphans == ()
+        return frozen
 
     async def entries(self, rollout_id: str = "r1") -> tuple[TokenEntry, ...]:
         return (await self.snapshot(rollout_id)).entries

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 
-from gym_capture.codec import encode_delta
+from gym_capture.codec import encode_suffix
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
 from gym_capture.protocols import EncodedPut, LineageStore, Resolved
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved, suffix_of
 from gym_capture.serving.state import StateClient
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
@@ -55,7 +55,7 @@ def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_ac
     async def run() -> None:
         state = client(tmp_path)
         epoch = await state.begin_call(intent("a"))
-        entry = replace(
+        entry = with_values(
             call("a", [1, 2], [3], parent=Root(), turn_key="k1"),
             asked_key="asked",
             other_turn_keys={"with stop": "stop_string_put_back"},
@@ -113,8 +113,8 @@ def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store
             state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
             state._batched("r1", "put", 5, epoch),
             state._batched("r1", "put", b"not a record", epoch),
-            state._batched("r1", "put", encode_delta(entry)[:-8], epoch),
-            state._batched("r1", "put", encode_delta(entry)),
+            state._batched("r1", "put", encode_suffix(entry)[:-8], epoch),
+            state._batched("r1", "put", encode_suffix(entry)),
             state._batched("r1", "no_such_method"),
         ]
         right: list[Any] = [state.begin_call(intent(f"c{number}")) for number in range(3)]
@@ -140,7 +140,7 @@ class Together(LogStore):
         raise AssertionError("a store that takes the bytes gets them")
 
     async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
-        assert all(encode_delta(put.entry) == put.data for put in puts)
+        assert all(encode_suffix(put.entry) == put.data for put in puts)
         self.seen.append([put.entry.model_call_id for put in puts])
         if self.is_broken:
             raise StoreUnavailableError("the disk is gone")
@@ -161,7 +161,7 @@ def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_pat
         again = call("c", [1], [0], parent=Root(), turn_key="k", rollout_id="r0")
         other = call("c", [1], [9], parent=Root(), turn_key="k", rollout_id="r1")
         late = call("d", [1], [9], parent=Root(), rollout_id="r2")
-        orphan = call("e", [2], [9], parent=Continues("nobody", 2), prompt_offset=2, rollout_id="r3")
+        orphan = suffix_of(call("e", [1, 1, 2], [9], parent=Continues("nobody", 2), rollout_id="r3"))
         answers = await asyncio.gather(
             state.begin_call(intent("x", "r0")),
             puts[0],
@@ -294,7 +294,8 @@ def test_records_are_kept_as_their_producer_encoded_them(tmp_path: Path) -> None
         state = client(tmp_path)
         await play(state, "r1", calls=3)
         first, second, third = (await state.freeze("r1")).entries
-        assert [entry.is_delta for entry in (first, second, third)] == [False, True, True]
         assert third.parent == Continues("c1", 7)
+        encoded = await state.shards[0].freeze.remote("r1")
+        assert encoded.endswith(b"".join(map(encode_suffix, (first, second, third))))
 
     asyncio.run(run())

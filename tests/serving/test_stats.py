@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
+from gym_capture.record_fields import with_values
 from gym_capture.records import Continues, Root, TokenEntry
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
 from gym_capture.serving.state import ShardStats
@@ -32,7 +33,7 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         await state.mark_incomplete("r1", "capture_failed:lost", epoch=begun.epoch)
         await state.mark_undelivered("r1", "c2", epoch=begun.epoch)
         supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
-        supplied = replace(supplied, normalized=("billing_header", "tool_left_out:mcp"))
+        supplied = with_values(supplied, normalized=("billing_header", "tool_left_out:mcp"))
         refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
         for entry in (supplied, refused):
             await state.put(entry, epoch=begun.epoch)
