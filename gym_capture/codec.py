@@ -75,10 +75,12 @@ _LIMIT_BYTES: Final = 1 << 30
 
 _PLAIN_KINDS: Final = "biuf"
 """numpy's kinds for booleans, integers and floats: what raw bytes plus a dtype describe completely."""
-_ARRAYS: Final = of_kinds(Kind.PROMPT, Kind.IDS, Kind.LOG_PROBS, Kind.TENSOR)
-_ARRAY_NAMES: Final = frozenset(field.name for field in _ARRAYS)
 _DTYPES: Final[Mapping[Kind, str]] = {Kind.PROMPT: "<i4", Kind.IDS: "<i4", Kind.LOG_PROBS: "<f4"}
 """Of tensors: their own."""
+_OTHER_ARRAYS: Final = of_kinds(Kind.IDS, Kind.LOG_PROBS, Kind.TENSOR)
+_ARRAYS: Final = tuple((field.name, _DTYPES.get(field.kind)) for field in (*of_kinds(Kind.PROMPT), *_OTHER_ARRAYS))
+_ARRAY_NAMES: Final = frozenset(name for name, _ in _ARRAYS)
+_read_other_arrays: Final = reader(_OTHER_ARRAYS)
 
 _OFFSET: Final = "prompt_offset"
 _STRUCTURED: Final = (Kind.PARENT, Kind.SPANS, Kind.OBJECT, Kind.NAMES)
@@ -121,25 +123,22 @@ class EntryKey(NamedTuple):
 def encode_entry(record: StoredRecord) -> bytes:
     """The bytes of a record. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
     prompt_offset, prompt_ids = prompt_part(record)
-    tensors = iter(_read_tensors(record))
     arrays: list[list[object]] = []
     blobs: list[bytes] = []
-    for field in _ARRAYS:
-        array = prompt_ids if field.kind is Kind.PROMPT else next(tensors)
+    for (name, dtype), array in zip(_ARRAYS, (prompt_ids, *_read_other_arrays(record)), strict=True):
         if array is None:
             continue
-        dtype = _DTYPES.get(field.kind)
         if dtype is None:
             if array.dtype.kind not in _PLAIN_KINDS:
-                raise _error(record, field.name, f"must be booleans, integers or floats: got dtype {array.dtype}")
+                raise _error(record, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
             dtype = array.dtype.newbyteorder("<").str
-        arrays.append([field.name, dtype, list(array.shape)])
+        arrays.append([name, dtype, list(array.shape)])
         blobs.append(_padded(np.ascontiguousarray(array, dtype=dtype).tobytes(), b"\0"))
 
     header: dict[str, object] = dict(zip(_ALWAYS_NAMES, _read_always(record), strict=True))
     if prompt_offset:
         header[_OFFSET] = prompt_offset
-    for (name, to_json), value in zip(_WRITERS, _read_often(record), strict=True):
+    for name, to_json, value in zip(_OFTEN_NAMES, _OFTEN_TO_JSON, _read_often(record), strict=True):
         # At its default it is left out: None where that is a value, else false or empty.
         if to_json is None:
             if value is not None:
@@ -304,9 +303,9 @@ _FROM_JSON: Final[Mapping[Kind, Callable[[Any], object]]] = {
     Kind.NAMES: tuple,
     Kind.RULES_BY_KEY: dict,
 }
-_WRITERS: Final = tuple((field.name, _TO_JSON.get(field.kind)) for field in _OFTEN)
+_OFTEN_NAMES: Final = tuple(field.name for field in _OFTEN)
+_OFTEN_TO_JSON: Final = tuple(_TO_JSON.get(field.kind) for field in _OFTEN)
 _READERS: Final = {field.name: _FROM_JSON[field.kind] for field in _HEADER if field.kind in _FROM_JSON}
-_read_tensors: Final = reader(field for field in _ARRAYS if field.kind is not Kind.PROMPT)
 
 
 # --- intents -----------------------------------------------------------------------------------------------------

@@ -108,6 +108,11 @@ _GROUPS: Final[Mapping[str, type[Any]]] = {
 }
 _PLACES: Final = {field.name: field.path.rpartition(".")[::2] for field in FIELDS}
 """By name: the part of a record that has the field, or nothing, and what it is called there."""
+_GROUPED: Final = tuple(
+    (group, make, tuple((name, attribute) for name, (part, attribute) in _PLACES.items() if part == group))
+    for group, make in _GROUPS.items()
+)
+_IN_GROUPS: Final = frozenset(name for name, (group, _) in _PLACES.items() if group)
 
 
 def of_kinds(*kinds: Kind) -> tuple[RecordField, ...]:
@@ -124,16 +129,11 @@ def parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is no field is passed on; the constructor refuses what it does not know.
     """
-    made: dict[str, Any] = {}
-    grouped: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        group, attribute = _PLACES.get(name, ("", name))
-        if group:
-            grouped.setdefault(group, {})[attribute] = value
-        else:
-            made[attribute] = value
-    for group, attributes in grouped.items():
-        made[group] = _GROUPS[group](**attributes)
+    made = {name: value for name, value in values.items() if name not in _IN_GROUPS}
+    for group, make, names in _GROUPED:
+        attributes = {attribute: values[name] for name, attribute in names if name in values}
+        if attributes:
+            made[group] = make(**attributes)
     return made
 
 

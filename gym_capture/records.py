@@ -16,7 +16,6 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias, TypeVar
@@ -161,7 +160,7 @@ class PolicyTrace:
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class CallRecord(ABC):
+class CallRecord:
     """What is recorded of a call, in whichever form its prompt is: a `TokenEntry` or an `EntrySuffix`.
 
     Raises `RecordError`, naming the field, when made from anything that is not well-formed.
@@ -188,9 +187,9 @@ class CallRecord(ABC):
     policy: PolicyTrace = PolicyTrace()
 
     @property
-    @abstractmethod
     def prompt_len(self) -> int:
         """Length of the whole prompt, in ids."""
+        raise NotImplementedError
 
     @property
     def cum_len(self) -> int:
