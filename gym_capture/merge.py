@@ -280,16 +280,17 @@ class _Linker:
         ]
         while pending:
             position, parent_hash = pending.pop()
-            entry = _whole(entries[position])
-            prompt = id_bytes(entry.prompt_token_ids)
-            start = known = 0
-            if parents[position] != NO_PARENT:
-                parent = _whole(entries[parents[position]])
-                start = parent.cum_len
+            entry = entries[position]
+            assert isinstance(entry, TokenEntry), "a suffix has no place"
+            prompt_ids, start, own = entry.prompt_token_ids, 0, 0
+            prompt = id_bytes(prompt_ids)
+            parent = entries[parents[position]] if parents[position] != NO_PARENT else None
+            if isinstance(parent, TokenEntry):
+                before = parent.prompt_token_ids
+                start = before.size + parent.generation_token_ids.size
+                own = start * _ID_BYTES
                 # Ids in the parent's own memory need no look.
-                if begins_alike(entry.prompt_token_ids, parent.prompt_token_ids):
-                    known = parent.prompt_len * _ID_BYTES
-            own = start * _ID_BYTES
+                known = before.size * _ID_BYTES if begins_alike(prompt_ids, before) else 0
             del path[own:]
             if start:
                 if not path.startswith(prompt[known:own], known):

@@ -426,7 +426,7 @@ def delivered_by(said: Iterable[bool | None]) -> bool | None:
 
 
 def as_ids(value: npt.ArrayLike) -> IdArray:
-    """A read-only int32 vector. Raises `ValueError` on anything that is not a vector of non-negative int32 values."""
+    """A read-only, contiguous int32 vector. Raises `ValueError` on what is no vector of non-negative int32 values."""
     raw = value if type(value) is np.ndarray else _plain_array(value)
     if raw.dtype == _INT32:
         ids = raw
@@ -442,7 +442,7 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
         raise ValueError(f"must be a vector: got shape {ids.shape}")
     if ids.size and np.minimum.reduce(ids) < 0:
         raise ValueError("must be ids in [0, 2**31)")
-    return _frozen(ids)
+    return _frozen(ids if ids.flags.c_contiguous else np.ascontiguousarray(ids))
 
 
 def _plain_array(value: npt.ArrayLike) -> npt.NDArray[Any]:

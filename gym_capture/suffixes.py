@@ -31,7 +31,6 @@ from gym_capture.records import (
 StoredRecord: TypeAlias = TokenEntry | EntrySuffix
 """A record in either form."""
 _Key: TypeAlias = tuple[str, str]
-_DENSE = (4,)
 
 
 def complete(records: Sequence[StoredRecord]) -> tuple[tuple[TokenEntry, ...], tuple[EntrySuffix, ...]]:
@@ -79,9 +78,9 @@ def prompt_part(record: CallRecord) -> tuple[int, IdArray]:
 
 
 def begins_alike(a: IdArray, b: IdArray) -> bool:
-    """Whether two vectors begin at the same place in memory: then the shorter is the beginning of the longer."""
-    # Of single ids, `may_share_memory` says neither too much nor too little.
-    return a.strides == b.strides == _DENSE and np.may_share_memory(a[:1], b[:1])
+    """Whether the ids of two records, which are contiguous, begin at the same place in memory: then the shorter are the
+    beginning of the longer."""
+    return np.may_share_memory(a[:1], b[:1])  # of single ids that says neither too much nor too little
 
 
 def _continues(entry: TokenEntry, parent: TokenEntry) -> bool:

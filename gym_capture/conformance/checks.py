@@ -54,7 +54,7 @@ async def entry_comes_back_whole(store: Store) -> None:
     expect_clean(snapshot)
 
 
-async def deltas_come_back(store: Store) -> None:
+async def suffixes_come_back(store: Store) -> None:
     """A call that continues another is read back whole, put whole or as a suffix."""
     first, epoch = await run_call(store, "r", "c1")
     whole = sample_entry("r", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", first.cum_len))
@@ -462,7 +462,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     for check in (
         unknown_rollout_is_empty,
         entry_comes_back_whole,
-        deltas_come_back,
+        suffixes_come_back,
         strange_text_comes_back,
         engine_arrays_come_back,
         empty_generation_comes_back,
