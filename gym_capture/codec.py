@@ -60,7 +60,7 @@ from gym_capture.records import (
     delivered_by,
     suffix_of,
 )
-from gym_capture.suffixes import StoredRecord, complete, prompt_part, stored_form
+from gym_capture.suffixes import StoredRecord, StoredRollout, complete, prompt_part, stored_form
 
 CODEC_VERSION: Final = 1
 
@@ -386,6 +386,19 @@ def decode_snapshot(data: bytes) -> Snapshot:
 
     Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged as a whole.
     """
+    snapshot, records = _read_snapshot(data)
+    entries, orphans = complete(records)
+    return replace(snapshot, entries=entries, orphans=orphans)
+
+
+def decode_stored(data: bytes) -> StoredRollout:
+    """As `decode_snapshot`, the records as they are stored: where many calls branch off, whole ones take more room."""
+    snapshot, records = _read_snapshot(data)
+    return StoredRollout(records, snapshot.incomplete)
+
+
+def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
+    """The snapshot without its records, and these."""
     if len(data) < _SIZES.size or data[:4] != _SNAPSHOT_MAGIC:
         raise RecordError("these bytes are not an encoded snapshot", field="magic")
     _, version, _, header_len, _ = _SIZES.unpack_from(data)
@@ -404,19 +417,18 @@ def decode_snapshot(data: bytes) -> Snapshot:
         else:
             records.append(record)
         offset += size
-    entries, orphans = complete(with_delivery(records, header["delivery"]))
-    return Snapshot(
+    snapshot = Snapshot(
         rollout_id=header["rollout_id"],
         snapshot_id=header["snapshot_id"],
         version=header["version"],
-        entries=entries,
-        orphans=orphans,
+        entries=(),
         incomplete=tuple(header["incomplete"]),
         problems=tuple(problems),
         lost_calls=tuple(
             LostCall(model_call_id=c, retries=tuple(r), answers=tuple(a)) for c, r, a in header.get("lost_calls", ())
         ),
     )
+    return snapshot, with_delivery(records, header["delivery"])
 
 
 def with_delivery(records: Iterable[StoredRecord], delivery: Mapping[str, bool]) -> tuple[StoredRecord, ...]:

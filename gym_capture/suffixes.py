@@ -13,7 +13,7 @@ calls that only sampled another generation for the same prompt share that prompt
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -31,6 +31,14 @@ from gym_capture.records import (
 StoredRecord: TypeAlias = TokenEntry | EntrySuffix
 """A record in either form."""
 _Key: TypeAlias = tuple[str, str]
+
+
+class StoredRollout(NamedTuple):
+    """A frozen rollout for a reader that takes records as they are stored: lineage, which keeps ids once by itself."""
+
+    records: Sequence[StoredRecord]
+    incomplete: tuple[str, ...]
+    """As `Snapshot.incomplete`."""
 
 
 def complete(records: Sequence[StoredRecord]) -> tuple[tuple[TokenEntry, ...], tuple[EntrySuffix, ...]]:

@@ -15,8 +15,9 @@ from gym_capture.lineage import LineageIndex
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.record_fields import with_values
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved, suffix_of
+from gym_capture.records import CallIntent, Continues, Root, TokenEntry, Unresolved, suffix_of
 from gym_capture.stores.memory import MemoryStore
+from gym_capture.suffixes import StoredRollout, stored_form
 from tests.calls import call
 
 ROLLOUTS = ("r1", "r2", "r3")
@@ -41,13 +42,13 @@ class Shard:
         self.reading = asyncio.Event()
         self.fails: StoreUnavailableError | None = None
 
-    async def read(self, rollout_id: str) -> Snapshot:
+    async def read(self, rollout_id: str) -> StoredRollout:
         snapshot = await self.store.freeze(rollout_id)
         self.reading.set()
         await self.gate.wait()
         if self.fails is not None:
             raise self.fails
-        return snapshot
+        return StoredRollout(stored_form(snapshot), snapshot.incomplete)
 
     async def put(self, entry: TokenEntry) -> None:
         intent = CallIntent(rollout_id=entry.rollout_id, model_call_id=entry.model_call_id, created_at=0.0)

@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 
 from gym_capture.builder import build
-from gym_capture.codec import decode_snapshot, encode_entry, encode_snapshot
+from gym_capture.codec import decode_snapshot, decode_stored, encode_entry, encode_snapshot
 from gym_capture.records import Continues, EntrySuffix, Root, Snapshot, TokenEntry, suffix_of
 from gym_capture.suffixes import StoredRecord, begins_alike, complete, stored_form
 from tests.calls import call, excluded, snapshot
@@ -66,6 +66,14 @@ def test_stored_and_read_again_a_snapshot_is_the_same(records: list[StoredRecord
     original = snapshot_of(records)
     for read in (decode_snapshot(encode_snapshot(original)), snapshot_of(stored_form(original))):
         assert list(map(encode_entry, read.records)) == list(map(encode_entry, original.records))
+
+
+@given(damaged_rollouts())
+def test_lineage_reads_records_as_they_are_stored(records: list[StoredRecord]) -> None:
+    original = replace(snapshot_of(records), incomplete=("dangling_intent:x",))
+    stored = decode_stored(encode_snapshot(original))
+    assert list(map(encode_entry, stored.records)) == list(map(encode_entry, stored_form(original)))
+    assert stored.incomplete == original.incomplete
 
 
 @given(honest_rollouts(decided=True))
