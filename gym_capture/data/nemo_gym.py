@@ -228,13 +228,10 @@ def _entry(record: Record, lengths: _Lengths) -> StoredRecord | RecordProblem:
             parent = Continues(parent.call_id, parent_len or 0)
         elif header.prompt_is_delta:
             raise _error(header, "prompt_is_delta", "a delta needs a parent to be a delta of")
-        values = {
-            name: read(header, name, value)
-            for name, read in _READERS.items()
-            if (value := header.values[name]) is not None
-        }
+        said = header.values
+        values = {name: read(header, name, said[name]) for name, read in _READERS.items() if said[name] is not None}
         values["output_items"], values["token_item_index"] = _output_items(
-            header, header.values["output_items"] or [], header.values["token_item_index"]
+            header, said["output_items"] or [], said["token_item_index"]
         )
         made = parts(
             {
