@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given
 
 from gym_capture.builder import build
@@ -97,6 +98,24 @@ def test_a_suffix_whose_parent_came_with_other_contents_stays_one() -> None:
     assert excluded(build(snapshot(a, other, b)))["b"] == "conflicting_parent"
     entries, orphans = complete([b, a, replace(a)])
     assert (len(entries), orphans) == (3, ())
+
+
+@pytest.mark.parametrize("cum_len", [2, 4])
+def test_a_suffix_of_another_length_than_its_parents_stays_one(cum_len: int) -> None:
+    a = call("a", [1, 2], [3], parent=Root())
+    b = suffix_of(call("b", [1, 2, 3, 5, 6], [7], parent=Continues("a", cum_len)))
+    c = suffix_of(call("c", [1, 2, 3, 5, 6, 7, 8], [9], parent=Continues("b", 6)))
+    assert complete([c, b, a]) == ((a,), (c, b))
+    built = build(snapshot(c, b, a))
+    assert built.mask_reasons == ("parent_mismatch:b:parent.cum_len",)
+    assert excluded(built) == {"b": "parent_mismatch", "c": "unplaced_parent"}
+
+
+def test_suffixes_in_a_circle_stay_suffixes() -> None:
+    a = suffix_of(call("a", [1, 2, 3, 4], [5], parent=Continues("b", 3)))
+    b = suffix_of(call("b", [1, 2], [3], parent=Continues("a", 1)))
+    assert complete([a, b]) == ((), (a, b))
+    assert excluded(build(snapshot(a, b))) == {"a": "parent_cycle", "b": "parent_cycle"}
 
 
 def test_a_suffix_that_nobody_completed_masks() -> None:
