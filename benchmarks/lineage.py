@@ -17,6 +17,7 @@ import sys
 import time
 import tracemalloc
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -24,7 +25,8 @@ from gym_capture.conversation import AssistantTurn, Conversation, Item, Message,
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolved
-from gym_capture.records import Continues, Root, TokenEntry
+from gym_capture.records import CallReply, CallRequest, Continues, EntrySuffix, PolicyTrace, Root, TokenEntry, TurnKeys
+from gym_capture.suffixes import StoredRecord
 
 ROOT_IDS, NEW_PROMPT_IDS, GENERATED_IDS = 2_000, 300, 200
 MAX_RESOLVE_MS, MAX_BYTES_PER_ID, BYTES_PER_CALL = 0.25, 6.0, 1_000
@@ -111,28 +113,30 @@ def _cumulative_ids(turns: int) -> int:
     return ROOT_IDS + turns * GENERATED_IDS + (turns - 1) * NEW_PROMPT_IDS
 
 
-def _calls(turns: int, *, header: bool) -> Iterator[TokenEntry]:
-    """The records of a rollout's calls, as deltas."""
+def _calls(turns: int, *, header: bool) -> Iterator[StoredRecord]:
+    """The records of a rollout's calls, as they are stored."""
     rng = np.random.default_rng(0)
     request = _request(0, header=header)
     fingerprinter, fingerprint, cum_len = Fingerprinter(), None, 0
     for turn in range(turns):
         fingerprint = fingerprinter.fingerprint(request, fingerprint)
         new = ROOT_IDS if turn == 0 else NEW_PROMPT_IDS
-        entry = TokenEntry(
-            rollout_id="r",
-            model_call_id=f"call-{turn:032x}",
-            model="policy",
-            requested_model="policy",
-            has_tools=True,
-            prompt_token_ids=rng.integers(0, 150_000, new, dtype=np.int32),
-            prompt_offset=cum_len,
-            generation_token_ids=rng.integers(0, 150_000, GENERATED_IDS, dtype=np.int32),
-            generation_log_probs=np.zeros(GENERATED_IDS, dtype=np.float32),
-            parent=Root() if turn == 0 else Continues(f"call-{turn - 1:032x}", cum_len),
-            turn_key=fingerprint.key_with(_turn(turn)),
-            finish_reason="tool_calls",
-        )
+        facts: dict[str, Any] = {
+            "rollout_id": "r",
+            "model_call_id": f"call-{turn:032x}",
+            "generation_token_ids": rng.integers(0, 150_000, GENERATED_IDS, dtype=np.int32),
+            "generation_log_probs": np.zeros(GENERATED_IDS, dtype=np.float32),
+            "policy": PolicyTrace(model="policy"),
+            "request": CallRequest(requested_model="policy", has_tools=True),
+            "keys": TurnKeys(turn_key=fingerprint.key_with(_turn(turn))),
+            "reply": CallReply(finish_reason="tool_calls"),
+        }
+        ids = rng.integers(0, 150_000, new, dtype=np.int32)
+        entry: StoredRecord
+        if turn == 0:
+            entry = TokenEntry(prompt_token_ids=ids, parent=Root(), **facts)
+        else:
+            entry = EntrySuffix(new_prompt_ids=ids, parent=Continues(f"call-{turn - 1:032x}", cum_len), **facts)
         request = request._replace(items=(*request.items, _turn(turn), _tool_result(turn)))
         cum_len = entry.cum_len
         yield entry

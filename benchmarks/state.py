@@ -38,7 +38,19 @@ from benchmarks.store import FileStore, put_all
 from gym_capture.demo.graph import private_ray
 from gym_capture.operations import Begin, Commit
 from gym_capture.protocols import Resolved
-from gym_capture.records import CallIntent, Continues, IdArray, Parent, Root, TokenEntry
+from gym_capture.records import (
+    CallIntent,
+    CallReply,
+    CallRequest,
+    Continues,
+    IdArray,
+    Parent,
+    PolicyTrace,
+    PrefixSupply,
+    Root,
+    TokenEntry,
+    TurnKeys,
+)
 from gym_capture.serving.state import StateClient, connect, start_shards
 
 SHARDS = 2
@@ -290,22 +302,27 @@ def _call(name: str, turn: str, history: IdArray, parent: Parent, *, new: int) -
     return TokenEntry(
         rollout_id=name,
         model_call_id=_call_id(turn),
-        model="policy",
-        requested_model="policy",
-        has_tools=True,
         prompt_token_ids=np.concatenate((history, _IDS[: new - 200])),
         generation_token_ids=_IDS[-200:],
         generation_log_probs=_LOG_PROBS,
         parent=parent,
-        output_items=({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": _TEXT}]},),
-        token_item_index=0,
-        turn_key=_key(turn),
-        finish_reason="stop",
-        prefix_requested=parent != Root(),
-        prefix_supplied=parent != Root(),
-        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
-        max_tokens=4_096,
         created_at=1_795_000_000.5,
+        policy=PolicyTrace(model="policy"),
+        request=CallRequest(
+            requested_model="policy",
+            has_tools=True,
+            sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+            max_tokens=4_096,
+        ),
+        reply=CallReply(
+            output_items=(
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": _TEXT}]},
+            ),
+            token_item_index=0,
+            finish_reason="stop",
+        ),
+        keys=TurnKeys(turn_key=_key(turn)),
+        prefix=PrefixSupply(requested=parent != Root(), supplied=parent != Root()),
     )
 
 

@@ -27,9 +27,20 @@ from statistics import median
 
 import numpy as np
 
-from gym_capture.codec import decode_entry, encode_delta, encode_entry
+from gym_capture.codec import decode_entry, encode_entry, encode_suffix
 from gym_capture.operations import Begin, Commit
-from gym_capture.records import CallIntent, Continues, TokenEntry, WeightSpan
+from gym_capture.records import (
+    CallIntent,
+    CallReply,
+    CallRequest,
+    Continues,
+    PolicyTrace,
+    PrefixSupply,
+    TokenEntry,
+    TurnKeys,
+    WeightSpan,
+    suffix_of,
+)
 from gym_capture.stores.log import LogStore
 
 HISTORY_IDS, NEW_IDS, GENERATED_IDS = 2_000, 500, 200
@@ -60,7 +71,7 @@ def _report(benchmark: str, **figures: object) -> None:
 
 
 def _codec() -> bool:
-    delta = _call(0, 0).as_delta()
+    delta = suffix_of(_call(0, 0))
     data = encode_entry(delta)
     _report(
         "store.codec",
@@ -100,10 +111,10 @@ class FileStore:
                 "prompt_token_ids": entry.prompt_token_ids.tolist(),
                 "generation_token_ids": entry.generation_token_ids.tolist(),
                 "generation_log_probs": entry.generation_log_probs.tolist(),
-                "output_items": list(entry.output_items),
-                "sampling": dict(entry.sampling),
+                "output_items": list(entry.reply.output_items),
+                "sampling": dict(entry.request.sampling),
                 "digest": entry.digest,
-                "turn_key": entry.turn_key,
+                "turn_key": entry.keys.turn_key,
             }
         )
         with (self._directory / f"{entry.rollout_id}.tokens.jsonl").open("a") as file:
@@ -155,7 +166,7 @@ async def _puts(directory: Path) -> bool:
         ok=times_faster >= MIN_TIMES_FASTER,
     )
 
-    content_bytes = len(json.dumps(_CALL.output_items, ensure_ascii=False, separators=(",", ":")).encode())
+    content_bytes = len(json.dumps(_CALL.reply.output_items, ensure_ascii=False, separators=(",", ":")).encode())
     log_bytes = sum(path.stat().st_size for path in (directory / "log").glob("*.log")) / (ROUNDS * LOG_PUTS)
     file_bytes = sum(path.stat().st_size for path in (directory / "files").iterdir()) / (2 * ROUNDS * FILE_PUTS)
     bytes_per_id = (log_bytes - content_bytes) / NEW_IDS
@@ -203,7 +214,7 @@ async def _opening(directory: Path) -> bool:
         epoch = await store.write(Begin(_intent(rollout, 0)))
         await asyncio.gather(*(store.write(Begin(_intent(rollout, call))) for call in range(1, CALLS)))
         entries = [_call(rollout, call) for call in range(CALLS)]
-        await store.write_many([Commit(entry, epoch=epoch, encoded=encode_delta(entry)) for entry in entries])
+        await store.write_many([Commit(entry, epoch=epoch, encoded=encode_suffix(entry)) for entry in entries])
     log_bytes = store.stats().total_bytes
     await store.close()
 
@@ -236,26 +247,28 @@ _GENERATION = _RNG.integers(0, 150_000, GENERATED_IDS, dtype=np.int32)
 _CALL = TokenEntry(
     rollout_id="r0",
     model_call_id="call",
-    model="policy",
-    requested_model="policy",
-    has_tools=True,
     prompt_token_ids=_RNG.integers(0, 150_000, HISTORY_IDS + NEW_IDS - GENERATED_IDS, dtype=np.int32),
     generation_token_ids=_GENERATION,
     generation_log_probs=-_RNG.random(GENERATED_IDS, dtype=np.float32),
     parent=Continues("call_0123456789abcdef01234567", HISTORY_IDS),
-    output_items=(
-        {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "some words " * 70}]},
-    ),
-    token_item_index=0,
-    turn_key="e" * 64,
     digest="d" * 64,
-    finish_reason="stop",
-    prefix_requested=True,
-    prefix_supplied=True,
-    weight_versions=(WeightSpan(0, GENERATED_IDS, "17"),),
-    sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
-    max_tokens=4_096,
     created_at=1_795_000_000.5,
+    policy=PolicyTrace(model="policy", weight_versions=(WeightSpan(0, GENERATED_IDS, "17"),)),
+    request=CallRequest(
+        requested_model="policy",
+        has_tools=True,
+        sampling={"temperature": 1.0, "top_p": 1.0, "top_k": -1},
+        max_tokens=4_096,
+    ),
+    reply=CallReply(
+        output_items=(
+            {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "some words " * 70}]},
+        ),
+        token_item_index=0,
+        finish_reason="stop",
+    ),
+    keys=TurnKeys(turn_key="e" * 64),
+    prefix=PrefixSupply(requested=True, supplied=True),
 )
 
 

@@ -26,7 +26,7 @@ from gym_capture.reasons import (
     UnresolvedReason,
     join_reason,
 )
-from gym_capture.records import CUT_OFF, LostCall, Snapshot, TokenEntry, Unresolved, not_a_turn
+from gym_capture.records import CUT_OFF, CallRecord, LostCall, Snapshot, Unresolved, not_a_turn
 from gym_capture.side_calls import SideCallRules, side_calls
 from gym_capture.trajectories import Segment, Span, Trajectory, flatten, flatten_call, ride_along_problems
 
@@ -116,7 +116,7 @@ class BuiltRollout:
 
 def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRollout:
     """The trajectories of one rollout. Pure: equal snapshots give equal results; never raises on data."""
-    calls = unique_calls(snapshot.rollout_id, snapshot.entries)
+    calls = unique_calls(snapshot.rollout_id, snapshot.records)
     without_loss = _without_loss(calls.entries, options.side_calls)
     forest = link(
         calls.entries,
@@ -161,7 +161,7 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
 # --- what carries no loss ------------------------------------------------------------------------------------------
 
 
-def _without_loss(entries: Sequence[TokenEntry], rules: SideCallRules) -> dict[int, Reason]:
+def _without_loss(entries: Sequence[CallRecord], rules: SideCallRules) -> dict[int, Reason]:
     """Calls that are no part of the task, or whose generation is no decision of the policy -> why."""
     aside: dict[int, Reason] = dict.fromkeys(sorted(side_calls(entries, rules)), ExcludedReason.SIDE_CALL)
     for position, entry in enumerate(entries):
@@ -206,7 +206,7 @@ def _settle_retries(forest: Forest, without_loss: Mapping[int, Reason]) -> tuple
     return unused, unresolved
 
 
-def _ended_with(entries: Sequence[TokenEntry], tries: Sequence[int]) -> list[int] | None:
+def _ended_with(entries: Sequence[CallRecord], tries: Sequence[int]) -> list[int] | None:
     """Of the tries of a final call, the one whose reply the agent ended with; None: that is not known.
 
     Whether a reply has anything to train does not matter: an empty one that was delivered is the one. A generation that
@@ -214,7 +214,9 @@ def _ended_with(entries: Sequence[TokenEntry], tries: Sequence[int]) -> list[int
     candidate stands as a call does that was never retried; of several, the one that is known to have been delivered.
     """
     candidates = [
-        position for position in tries if entries[position].delivered or entries[position].finish_reason not in CUT_OFF
+        position
+        for position in tries
+        if entries[position].delivered or entries[position].reply.finish_reason not in CUT_OFF
     ]
     if len(candidates) == 1:
         return candidates
@@ -226,13 +228,12 @@ def _same_prompt(forest: Forest, siblings: Sequence[int]) -> list[list[int]]:
     """Splits calls with one parent and equal prompt lengths by the ids of their prompts."""
     by_ids: dict[bytes, list[int]] = {}
     for position in siblings:
-        entry = forest.entries[position]
-        own = entry.prompt_token_ids[forest.starts[position] - entry.prompt_offset :]
+        own = forest.placed(position).prompt_token_ids[forest.starts[position] :]
         by_ids.setdefault(own.tobytes(), []).append(position)
     return list(by_ids.values())
 
 
-def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -> list[str]:
+def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[CallRecord]) -> list[str]:
     """Lost calls whose records, had there been any, would have been those of tries that were not used.
 
     That is so if a later request echoes the answer of another try of the same request, or if the reply to the same
@@ -242,7 +243,7 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
     """
     if not lost_calls or echoes_unknown_turns(entries):
         return []
-    known_turns = {entry.turn_key for entry in entries if not_a_turn(entry) is None}
+    known_turns = {entry.keys.turn_key for entry in entries if not_a_turn(entry) is None}
     delivered = {entry.model_call_id for entry in entries if entry.delivered}
     return [
         lost.model_call_id
@@ -251,10 +252,10 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
     ]
 
 
-def echoes_unknown_turns(entries: Sequence[TokenEntry]) -> bool:
+def echoes_unknown_turns(entries: Sequence[CallRecord]) -> bool:
     """Whether some request echoes assistant turns that no record of the rollout generated."""
     return any(
-        RequestRule.TURNS_ADDED in entry.normalized
+        RequestRule.TURNS_ADDED in entry.request.normalized
         or (isinstance(entry.parent, Unresolved) and entry.parent.reason in _OF_UNKNOWN_ORIGIN)
         for entry in entries
     )
@@ -312,7 +313,7 @@ def _merged(paths: _Paths, leaves: Sequence[int]) -> tuple[list[Trajectory], lis
     for rank, leaf in enumerate(leaves):
         segments: list[Segment] = []
         for position in paths.to(leaf):
-            segments.append(Segment(forest.entries[position], forest.starts[position], position in free))
+            segments.append(Segment(forest.placed(position), forest.starts[position], position in free))
             free.discard(position)
         problems = ride_along_problems(segments)
         reasons += problems
@@ -327,18 +328,14 @@ def _per_request(paths: _Paths, leaves: Sequence[int]) -> tuple[list[Trajectory]
     trajectories: list[Trajectory] = []
     reasons: list[str] = []
     for rank, leaf in enumerate(leaves):
-        path = paths.to(leaf)
-        for depth, position in enumerate(path):
+        for position in paths.to(leaf):
             if position not in free:
                 continue
             free.discard(position)
-            first = depth
-            while forest.entries[path[first]].is_delta:
-                first -= 1
-            entries = [forest.entries[step] for step in path[first : depth + 1]]
-            problems = ride_along_problems([Segment(entries[-1], 0, True)])
+            entry = forest.placed(position)
+            problems = ride_along_problems([Segment(entry, 0, True)])
             reasons += problems
-            trajectories.append(flatten_call(entries, is_main=rank == 0, ride_along=not problems))
+            trajectories.append(flatten_call(entry, is_main=rank == 0, ride_along=not problems))
     return trajectories, reasons
 
 
@@ -382,7 +379,7 @@ def _count(
         by_reason[name] = by_reason.get(name, 0) + call.generated_tokens
     captured = sum(calls.conflicting.values())
     captured += sum(int(entry.generation_token_ids.size) for entry in (*calls.entries, *calls.foreign))
-    eligible = [position for position, entry in enumerate(calls.entries) if entry.prefix_requested]
+    eligible = [position for position, entry in enumerate(calls.entries) if entry.prefix.requested]
     return BuildCounts(
         n_calls=len(calls.entries) + len(calls.conflicting) + len(calls.foreign),
         chains=len(paths.leaves),

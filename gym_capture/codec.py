@@ -1,11 +1,11 @@
 """A record as bytes: what producers ship and stores keep.
 
-Invariant: `decode_entry(encode_entry(entry))` has every field of `entry`, bit for bit, whatever text a model wrote
-into it; a delta stays a delta. Bytes that are damaged, or that a newer version wrote, raise - they never decode to
-part of a record.
+Invariant: `decode_entry(encode_entry(record))` has every field of `record`, bit for bit, whatever text a model wrote
+into it; a whole entry stays whole, a suffix a suffix. Bytes that are damaged, or that a newer version wrote, raise -
+they never decode to part of a record.
 
-Flow: the producer encodes an entry once -> a store reads only what `peek_entry` needs and keeps the bytes as they
-are -> whoever builds trajectories decodes.
+Flow: the producer encodes the suffix of an entry once (`encode_suffix`) -> a store reads only what `peek_entry` needs
+and keeps the bytes as they are -> `decode_snapshot` decodes a rollout and makes its entries whole.
 
 Layout, all integers little-endian:
 
@@ -22,6 +22,9 @@ Layout, all integers little-endian:
     40+H    C     content: the output items, a JSON array, padded likewise
     40+H+C        the arrays that the header's "arrays" lists as [name, dtype, shape], each padded to 8 bytes
 
+The header has the fields of `record_fields`, and in a suffix `prompt_offset`: how many prompt ids stand before its
+`prompt_token_ids`, which are all of its parent's cumulative ids.
+
 Text is written as UTF-8 that lets lone surrogates pass: a model can generate half an emoji, a client can send one.
 """
 
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
@@ -40,10 +43,12 @@ import numpy.typing as npt
 from gym_capture.codec_json import dump_json, load_json, load_object, to_text
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.reasons import ProblemReason
+from gym_capture.record_fields import FIELDS, Kind, RecordField, of_kinds, parts, reader
 from gym_capture.records import (
     CallIntent,
+    CallRecord,
     Continues,
-    IdArray,
+    EntrySuffix,
     LostCall,
     Parent,
     RecordProblem,
@@ -53,7 +58,9 @@ from gym_capture.records import (
     Unresolved,
     WeightSpan,
     delivered_by,
+    suffix_of,
 )
+from gym_capture.suffixes import StoredRecord, StoredRollout, complete, prompt_part, stored_form
 
 CODEC_VERSION: Final = 1
 
@@ -66,25 +73,33 @@ _DIGEST_BYTES: Final = 16
 _ALIGNMENT: Final = 8
 _LIMIT_BYTES: Final = 1 << 30
 
-_ARRAYS: Final = frozenset(
-    ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "routed_experts", "sampling_mask")
-)
 _PLAIN_KINDS: Final = "biuf"
 """numpy's kinds for booleans, integers and floats: what raw bytes plus a dtype describe completely."""
+_DTYPES: Final[Mapping[Kind, str]] = {Kind.PROMPT: "<i4", Kind.IDS: "<i4", Kind.LOG_PROBS: "<f4"}
+"""Of tensors: their own."""
+_OTHER_ARRAYS: Final = of_kinds(Kind.IDS, Kind.LOG_PROBS, Kind.TENSOR)
+_ARRAYS: Final = tuple((field.name, _DTYPES.get(field.kind)) for field in (*of_kinds(Kind.PROMPT), *_OTHER_ARRAYS))
+_ARRAY_NAMES: Final = frozenset(name for name, _ in _ARRAYS)
+_read_other_arrays: Final = reader(_OTHER_ARRAYS)
 
+_OFFSET: Final = "prompt_offset"
+_STRUCTURED: Final = (Kind.PARENT, Kind.SPANS, Kind.OBJECT, Kind.NAMES)
+"""Come after the scalars; then keys and their rules, which came to be last."""
+_ELSEWHERE: Final = (Kind.PROMPT, Kind.IDS, Kind.LOG_PROBS, Kind.TENSOR, Kind.ITEMS, Kind.TIME)
+
+
+def _header_place(field: RecordField) -> int:
+    return 2 if field.kind is Kind.RULES_BY_KEY else int(field.kind in _STRUCTURED)
+
+
+_HEADER: Final = tuple(sorted((field for field in FIELDS if field.kind not in _ELSEWHERE), key=_header_place))
+_ALWAYS: Final = tuple(field for field in _HEADER if field.is_always_written)
+_OFTEN: Final = tuple(field for field in _HEADER if not field.is_always_written)
+_ALWAYS_NAMES: Final = tuple(field.name for field in _ALWAYS)
+_read_always: Final = reader(_ALWAYS)
+_read_often: Final = reader(_OFTEN)
 # Closed: a field of another name comes from a newer version.
-_HEADER_FIELDS: Final = frozenset(
-    (
-        *("rollout_id", "model_call_id", "model", "requested_model", "has_tools"),
-        # left out at their default
-        *("prompt_offset", "token_item_index", "turn_key", "asked_key", "digest"),
-        *("finish_reason", "stop_reason", "delivered"),
-        *("prefix_requested", "prefix_supplied", "max_tokens"),
-        # structured; left out when empty
-        *("parent", "weight_versions", "sampling", "normalized", "other_turn_keys"),
-        "arrays",
-    )
-)
+_HEADER_NAMES: Final = frozenset((*(field.name for field in _HEADER), _OFFSET, "arrays"))
 _SNAPSHOT_FIELDS: Final = frozenset(
     ("rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "lost_calls", "entry_sizes")
 )
@@ -105,86 +120,46 @@ class EntryKey(NamedTuple):
 # --- entries -----------------------------------------------------------------------------------------------------
 
 
-def encode_entry(entry: TokenEntry) -> bytes:
-    """The bytes of an entry. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
-    return _encode(entry, entry.prompt_token_ids, entry.prompt_offset)
-
-
-def encode_delta(entry: TokenEntry) -> bytes:
-    """The bytes of `entry.as_delta()`, without making that entry. What stores keep."""
-    if entry.is_delta or not isinstance(entry.parent, Continues):
-        return encode_entry(entry)
-    offset = entry.parent.cum_len
-    return _encode(entry, entry.prompt_token_ids[offset:], offset)
-
-
-def _encode(entry: TokenEntry, prompt_token_ids: IdArray, prompt_offset: int) -> bytes:
+def encode_entry(record: StoredRecord) -> bytes:
+    """The bytes of a record. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
+    prompt_offset, prompt_ids = prompt_part(record)
     arrays: list[list[object]] = []
     blobs: list[bytes] = []
-    for name, dtype, array in (
-        ("prompt_token_ids", "<i4", prompt_token_ids),
-        ("generation_token_ids", "<i4", entry.generation_token_ids),
-        ("generation_log_probs", "<f4", entry.generation_log_probs),
-        ("routed_experts", None, entry.routed_experts),
-        ("sampling_mask", None, entry.sampling_mask),
-    ):
+    for (name, dtype), array in zip(_ARRAYS, (prompt_ids, *_read_other_arrays(record)), strict=True):
         if array is None:
             continue
         if dtype is None:
             if array.dtype.kind not in _PLAIN_KINDS:
-                raise _error(entry, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
+                raise _error(record, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
             dtype = array.dtype.newbyteorder("<").str
         arrays.append([name, dtype, list(array.shape)])
         blobs.append(_padded(np.ascontiguousarray(array, dtype=dtype).tobytes(), b"\0"))
 
-    header: dict[str, object] = {
-        "rollout_id": entry.rollout_id,
-        "model_call_id": entry.model_call_id,
-        "model": entry.model,
-        "requested_model": entry.requested_model,
-        "has_tools": entry.has_tools,
-    }
+    header: dict[str, object] = dict(zip(_ALWAYS_NAMES, _read_always(record), strict=True))
     if prompt_offset:
-        header["prompt_offset"] = prompt_offset
-    if entry.token_item_index is not None:
-        header["token_item_index"] = entry.token_item_index
-    if entry.turn_key is not None:
-        header["turn_key"] = entry.turn_key
-    if entry.asked_key is not None:
-        header["asked_key"] = entry.asked_key
-    if entry.digest is not None:
-        header["digest"] = entry.digest
-    if entry.finish_reason is not None:
-        header["finish_reason"] = entry.finish_reason
-    if entry.stop_reason is not None:
-        header["stop_reason"] = entry.stop_reason
-    if entry.delivered is not None:
-        header["delivered"] = entry.delivered
-    if entry.prefix_requested:
-        header["prefix_requested"] = True
-    if entry.prefix_supplied:
-        header["prefix_supplied"] = True
-    if entry.max_tokens is not None:
-        header["max_tokens"] = entry.max_tokens
-    if entry.parent is not None:
-        header["parent"] = _parent_to_json(entry.parent)
-    if entry.weight_versions:
-        header["weight_versions"] = [[span.start, span.end, span.version] for span in entry.weight_versions]
-    if entry.sampling:
-        header["sampling"] = dict(entry.sampling)
-    if entry.normalized:
-        header["normalized"] = entry.normalized
-    if entry.other_turn_keys:
-        header["other_turn_keys"] = dict(entry.other_turn_keys)
+        header[_OFFSET] = prompt_offset
+    for name, to_json, value in zip(_OFTEN_NAMES, _OFTEN_TO_JSON, _read_often(record), strict=True):
+        # At its default it is left out: None where that is a value, else false or empty.
+        if to_json is None:
+            if value is not None:
+                header[name] = value
+        elif value:
+            header[name] = to_json(value)
     header["arrays"] = arrays
 
-    header_bytes = _padded(_header_bytes(entry, header), b" ")
-    content_bytes = _padded(_json_bytes(entry, "output_items", [dict(item) for item in entry.output_items]), b" ")
+    items = [dict(item) for item in record.reply.output_items]
+    header_bytes = _padded(_header_bytes(record, header), b" ")
+    content_bytes = _padded(_json_bytes(record, "output_items", items), b" ")
     body = b"".join((header_bytes, content_bytes, *blobs))
     if len(body) >= _LIMIT_BYTES:
-        raise _error(entry, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
+        raise _error(record, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
     sizes = _SIZES.pack(_MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes))
-    return b"".join((sizes, _CREATED_AT.pack(entry.created_at), _payload_digest(sizes, body), body))
+    return b"".join((sizes, _CREATED_AT.pack(record.created_at), _payload_digest(sizes, body), body))
+
+
+def encode_suffix(record: StoredRecord) -> bytes:
+    """The bytes of a record without the prompt ids that its parent's record holds. What stores keep."""
+    return encode_entry(suffix_of(record))
 
 
 def peek_entry(data: bytes) -> EntryKey:
@@ -202,8 +177,8 @@ def payload_digest(encoded_entry: bytes) -> bytes:
     return encoded_entry[_PREFIX.size - _DIGEST_BYTES : _PREFIX.size]
 
 
-def decode_entry(data: bytes) -> TokenEntry:
-    """The entry; its arrays are views of `data`.
+def decode_entry(data: bytes) -> StoredRecord:
+    """The record; its arrays are views of `data`. With `payload_digest` of the same bytes, all that a store asks.
 
     Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged or not well-formed.
     """
@@ -212,30 +187,35 @@ def decode_entry(data: bytes) -> TokenEntry:
     if _payload_digest(data[: _SIZES.size], body) != digest:
         raise RecordError("the digest of an encoded entry does not match its bytes: it was damaged", field="payload")
     header = load_object(bytes(body[:header_len]), "header")
-    _refuse_unknown(header.keys() - _HEADER_FIELDS, what="an encoded entry")
+    _refuse_unknown(header.keys() - _HEADER_NAMES, what="an encoded entry")
     items = load_json(bytes(body[header_len : header_len + content_len]), "output_items")
     try:
         arrays = _read_arrays(data, header.pop("arrays"), offset=_PREFIX.size + header_len + content_len)
-        parent = _parent_from_json(header.pop("parent", None))
-        spans = tuple(WeightSpan(start, end, version) for start, end, version in header.pop("weight_versions", ()))
-        normalized = tuple(header.pop("normalized", ()))
-        other_turn_keys = dict(header.pop("other_turn_keys", ()))
-        return TokenEntry(
-            prompt_token_ids=arrays["prompt_token_ids"],
-            generation_token_ids=arrays["generation_token_ids"],
-            generation_log_probs=arrays["generation_log_probs"],
-            routed_experts=arrays.get("routed_experts"),
-            sampling_mask=arrays.get("sampling_mask"),
-            parent=parent,
-            output_items=tuple(items),
-            weight_versions=spans,
-            normalized=normalized,
-            other_turn_keys=other_turn_keys,
-            created_at=created_at,
-            **header,
-        )
+        prompt, prompt_offset = arrays.pop("prompt_token_ids"), header.pop(_OFFSET, 0)
+        header.setdefault("parent")
+        for name, from_json in _READERS.items():
+            if name in header:
+                header[name] = from_json(header[name])
+        made = parts({**header, **arrays, "output_items": tuple(items), "created_at": created_at})
+        if not prompt_offset:
+            return TokenEntry(prompt_token_ids=prompt, **made)
+        _check_offset(prompt_offset, made)
+        return EntrySuffix(new_prompt_ids=prompt, **made)
     except (KeyError, TypeError, ValueError, OverflowError, InvalidRolloutIdError) as error:
         raise RecordError(f"an encoded entry is not well-formed: {error!r}", field="header") from error
+
+
+def _check_offset(offset: int, made: Mapping[str, Any]) -> None:
+    """Raises `RecordError` if a suffix does not begin where its parent ends."""
+    parent = made["parent"]
+    if not isinstance(parent, Continues):
+        detail = "a suffix needs a parent to be a suffix of"
+    elif offset != parent.cum_len:
+        detail = f"must be the parent's cum_len: got {offset}, expected {parent.cum_len}"
+    else:
+        return
+    rollout_id, call_id = made.get("rollout_id"), made.get("model_call_id")
+    raise RecordError(f"{_OFFSET} {detail}", field=_OFFSET, rollout_id=rollout_id, call_id=call_id)
 
 
 def _payload_digest(sizes: bytes, body: bytes | memoryview) -> bytes:
@@ -265,7 +245,7 @@ def _read_arrays(data: bytes, specs: list[list[Any]], *, offset: int) -> dict[st
         dtype = np.dtype(dtype_name)
         if dtype.kind not in _PLAIN_KINDS:
             raise ValueError(f"array {name} has dtype {dtype_name}")
-        if name not in _ARRAYS:
+        if name not in _ARRAY_NAMES:
             _refuse_unknown({name}, what="an encoded entry")
         count = 1
         for size in shape:
@@ -301,6 +281,31 @@ def _parent_from_json(value: list[Any] | None) -> Parent | None:
             return Unresolved(reason)
         case _:
             raise ValueError(f"parent must be root, continues or unresolved: got {value!r}")
+
+
+def _spans_from_json(value: Iterable[Any]) -> tuple[WeightSpan, ...]:
+    return tuple(WeightSpan(start, end, version) for start, end, version in value)
+
+
+_TO_JSON: Final[Mapping[Kind, Callable[[Any], object]]] = {
+    Kind.TEXT: str,
+    Kind.FLAG: bool,
+    Kind.PARENT: _parent_to_json,
+    Kind.SPANS: lambda spans: [[span.start, span.end, span.version] for span in spans],
+    Kind.OBJECT: dict,
+    Kind.NAMES: tuple,
+    Kind.RULES_BY_KEY: dict,
+}
+"""How values are written of which None, false and empty are not; of others None alone is not, and they are JSON."""
+_FROM_JSON: Final[Mapping[Kind, Callable[[Any], object]]] = {
+    Kind.PARENT: _parent_from_json,
+    Kind.SPANS: _spans_from_json,
+    Kind.NAMES: tuple,
+    Kind.RULES_BY_KEY: dict,
+}
+_OFTEN_NAMES: Final = tuple(field.name for field in _OFTEN)
+_OFTEN_TO_JSON: Final = tuple(_TO_JSON.get(field.kind) for field in _OFTEN)
+_READERS: Final = {field.name: _FROM_JSON[field.kind] for field in _HEADER if field.kind in _FROM_JSON}
 
 
 # --- intents -----------------------------------------------------------------------------------------------------
@@ -342,17 +347,20 @@ def decode_intent(data: bytes) -> CallIntent:
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The bytes of a frozen rollout: its header, then its encoded entries. Raises `RecordError` as `encode_entry`."""
-    return join_snapshot(snapshot, [encode_entry(entry) for entry in snapshot.entries])
+    """The bytes of a frozen rollout: its header, then its encoded records, prompts without what their parents hold.
+
+    Raises `RecordError` as `encode_entry`.
+    """
+    return join_snapshot(snapshot, [encode_entry(record) for record in stored_form(snapshot)])
 
 
 def join_snapshot(
-    snapshot: Snapshot, encoded_entries: Sequence[bytes], delivery: Mapping[str, bool] = MappingProxyType({})
+    snapshot: Snapshot, encoded_records: Sequence[bytes], delivery: Mapping[str, bool] = MappingProxyType({})
 ) -> bytes:
-    """The bytes of `snapshot` with the entries that are given encoded instead of its own.
+    """The bytes of `snapshot` with the records that are given encoded instead of its own.
 
-    For a store that keeps entries encoded: it ships a rollout without decoding it. `delivery` is what became known of
-    calls after their entries were encoded (`with_delivery`).
+    For a store that keeps records encoded: it ships a rollout without decoding it. `delivery` is what became known of
+    calls after their records were encoded (`with_delivery`).
     """
     header = _padded(
         to_text(
@@ -364,20 +372,33 @@ def join_snapshot(
                 "problems": [[p.reason, p.call_id, p.field, p.detail] for p in snapshot.problems],
                 "delivery": dict(delivery),
                 "lost_calls": [[lost.model_call_id, lost.retries, lost.answers] for lost in snapshot.lost_calls],
-                "entry_sizes": [len(entry) for entry in encoded_entries],
+                "entry_sizes": [len(record) for record in encoded_records],
             }
         ).encode("utf-8", "surrogatepass"),
         b" ",
     )
     prefix = _SIZES.pack(_SNAPSHOT_MAGIC, CODEC_VERSION, 0, len(header), 0)
-    return b"".join((prefix, header, *encoded_entries))
+    return b"".join((prefix, header, *encoded_records))
 
 
 def decode_snapshot(data: bytes) -> Snapshot:
-    """The snapshot. An entry that is not well-formed becomes a `malformed_record` problem of it.
+    """The snapshot, its entries whole. A record that is not well-formed becomes a `malformed_record` problem of it.
 
     Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged as a whole.
     """
+    snapshot, records = _read_snapshot(data)
+    entries, orphans = complete(records)
+    return replace(snapshot, entries=entries, orphans=orphans)
+
+
+def decode_stored(data: bytes) -> StoredRollout:
+    """As `decode_snapshot`, the records as they are stored: where many calls branch off, whole ones take more room."""
+    snapshot, records = _read_snapshot(data)
+    return StoredRollout(records, snapshot.incomplete)
+
+
+def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
+    """The snapshot without its records, and these."""
     if len(data) < _SIZES.size or data[:4] != _SNAPSHOT_MAGIC:
         raise RecordError("these bytes are not an encoded snapshot", field="magic")
     _, version, _, header_len, _ = _SIZES.unpack_from(data)
@@ -388,39 +409,40 @@ def decode_snapshot(data: bytes) -> Snapshot:
     if header.keys() | {"lost_calls"} != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
     problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
-    entries: list[TokenEntry] = []
+    records: list[StoredRecord] = []
     for size in header["entry_sizes"]:
-        entry = decode_or_problem(data[offset : offset + size])
-        if isinstance(entry, TokenEntry):
-            entries.append(entry)
+        record = decode_or_problem(data[offset : offset + size])
+        if isinstance(record, RecordProblem):
+            problems.append(record)
         else:
-            problems.append(entry)
+            records.append(record)
         offset += size
-    return Snapshot(
+    snapshot = Snapshot(
         rollout_id=header["rollout_id"],
         snapshot_id=header["snapshot_id"],
         version=header["version"],
-        entries=with_delivery(entries, header["delivery"]),
+        entries=(),
         incomplete=tuple(header["incomplete"]),
         problems=tuple(problems),
         lost_calls=tuple(
             LostCall(model_call_id=c, retries=tuple(r), answers=tuple(a)) for c, r, a in header.get("lost_calls", ())
         ),
     )
+    return snapshot, with_delivery(records, header["delivery"])
 
 
-def with_delivery(entries: Iterable[TokenEntry], delivery: Mapping[str, bool]) -> tuple[TokenEntry, ...]:
-    """The entries, those named in `delivery` with what became known of their replies after they were recorded."""
+def with_delivery(records: Iterable[StoredRecord], delivery: Mapping[str, bool]) -> tuple[StoredRecord, ...]:
+    """The records, those named in `delivery` with what became known of their replies after they were recorded."""
     return tuple(
-        replace(entry, delivered=delivered_by((entry.delivered, delivery[entry.model_call_id])))
-        if entry.model_call_id in delivery
-        else entry
-        for entry in entries
+        replace(record, delivered=delivered_by((record.delivered, delivery[record.model_call_id])))
+        if record.model_call_id in delivery
+        else record
+        for record in records
     )
 
 
-def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry | RecordProblem:
-    """The entry, or the problem `malformed_record` that masks its rollout. Only a newer version raises."""
+def decode_or_problem(data: bytes, *, call_id: str | None = None) -> StoredRecord | RecordProblem:
+    """The record, or the problem `malformed_record` that masks its rollout. Only a newer version raises."""
     try:
         return decode_entry(data)
     except SchemaVersionError:
@@ -433,20 +455,20 @@ def decode_or_problem(data: bytes, *, call_id: str | None = None) -> TokenEntry 
 # --- JSON --------------------------------------------------------------------------------------------------------
 
 
-def _header_bytes(entry: TokenEntry, header: dict[str, object]) -> bytes:
+def _header_bytes(record: CallRecord, header: dict[str, object]) -> bytes:
     try:
         return dump_json(header)
     except (TypeError, ValueError, RecursionError):
         for name, value in header.items():
-            _json_bytes(entry, name, value)
+            _json_bytes(record, name, value)
         raise
 
 
-def _json_bytes(entry: TokenEntry, field: str, value: object) -> bytes:
+def _json_bytes(record: CallRecord, field: str, value: object) -> bytes:
     try:
         return dump_json(value)
     except (TypeError, ValueError, RecursionError) as error:
-        raise _error(entry, field, f"must be JSON: {error}") from error
+        raise _error(record, field, f"must be JSON: {error}") from error
 
 
 def _padded(data: bytes, fill: bytes) -> bytes:
@@ -472,5 +494,5 @@ def _refuse_unknown(names: set[str], *, what: str) -> None:
         )
 
 
-def _error(entry: TokenEntry, field: str, message: str) -> RecordError:
-    return RecordError(f"{field} {message}", field=field, rollout_id=entry.rollout_id, call_id=entry.model_call_id)
+def _error(record: CallRecord, field: str, message: str) -> RecordError:
+    return RecordError(f"{field} {message}", field=field, rollout_id=record.rollout_id, call_id=record.model_call_id)

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from gym_capture.records import IdArray, TokenEntry, id_bytes
+from gym_capture.records import CallRecord, IdArray, TokenEntry, id_bytes
+from gym_capture.suffixes import StoredRecord, begins_alike
 
 _ID_BYTES = 4
 
@@ -24,10 +25,10 @@ _ID_BYTES = 4
 class PrefixIndex:
     """The cumulative ids of some calls, to be found as prefixes of prompts.
 
-    `parents` are the recorded parents that the candidates' deltas are deltas of, with equal lengths where they meet.
+    `parents` are the recorded parents, with equal lengths where they meet, and without circles. Candidates are whole.
     """
 
-    def __init__(self, entries: Sequence[TokenEntry], *, parents: Sequence[int], candidates: Sequence[int]) -> None:
+    def __init__(self, entries: Sequence[StoredRecord], *, parents: Sequence[int], candidates: Sequence[int]) -> None:
         self._entries = entries
         self._parents = parents
         self._by_length: dict[int, list[int]] = {}
@@ -77,30 +78,43 @@ class PrefixIndex:
         return buckets
 
     def _checksum(self, position: int) -> int:
-        """Of the cumulative ids of a call; each stored id is read once, however many deltas build on it."""
+        """Of the cumulative ids of a call. Ids in the memory of its parent's are read once, for all calls after it."""
         known = self._checksums
         path: list[int] = []
-        while position not in known:
-            path.append(position)
-            if not self._entries[position].is_delta:
+        checksum = begin = 0
+        at = position
+        while True:
+            if at in known:
+                checksum, begin = known[at], self._entries[at].cum_len
                 break
-            position = self._parents[position]
-        checksum = known.get(position, 0)
+            path.append(at)
+            parent = self._parents[at]
+            if parent < 0 or not _shares(self._entries[at], self._entries[parent]):
+                break
+            at = parent
         for step in reversed(path):
             entry = self._entries[step]
-            checksum = zlib.crc32(id_bytes(entry.prompt_token_ids), checksum)
+            assert isinstance(entry, TokenEntry)
+            checksum = zlib.crc32(id_bytes(entry.prompt_token_ids)[begin * _ID_BYTES :], checksum)
             checksum = zlib.crc32(id_bytes(entry.generation_token_ids), checksum)
-            known[step] = checksum
+            known[step], begin = checksum, entry.cum_len
         return checksum
 
     def _starts_with(self, prompt: IdArray, position: int) -> bool:
         """Whether the prompt starts with all cumulative ids of a call, compared from their end."""
-        while True:
-            entry = self._entries[position]
-            if not np.array_equal(prompt[entry.prompt_len : entry.cum_len], entry.generation_token_ids):
-                return False
-            if not np.array_equal(prompt[entry.prompt_offset : entry.prompt_len], entry.prompt_token_ids):
-                return False
-            if not entry.is_delta:
-                return True
-            position = self._parents[position]
+        entry = self._entries[position]
+        assert isinstance(entry, TokenEntry)
+        if not np.array_equal(prompt[entry.prompt_len : entry.cum_len], entry.generation_token_ids):
+            return False
+        before = entry.prompt_token_ids
+        return begins_alike(prompt, before) or np.array_equal(prompt[: before.size], before)
+
+
+def _shares(entry: CallRecord, parent: CallRecord) -> bool:
+    """Whether a call's prompt stands in the memory of its parent's, and goes on with what that generated."""
+    return (
+        isinstance(entry, TokenEntry)
+        and isinstance(parent, TokenEntry)
+        and begins_alike(entry.prompt_token_ids, parent.prompt_token_ids)
+        and np.array_equal(entry.prompt_token_ids[parent.prompt_len : parent.cum_len], parent.generation_token_ids)
+    )

@@ -25,17 +25,19 @@ import numpy as np
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.reasons import ProblemReason, UnresolvedReason
 from gym_capture.records import (
+    CallRecord,
     Continues,
+    EntrySuffix,
     IdArray,
     RecordProblem,
     Root,
-    TokenEntry,
     Unresolved,
     delivered_by,
     id_bytes,
     new_digest,
     not_a_turn,
 )
+from gym_capture.suffixes import StoredRecord, prompt_part
 
 _WORTH_SHARING_IDS: Final = 256
 """Keeping this many ids a second time costs about what another strand does."""
@@ -52,11 +54,11 @@ class LineageIndex:
         self.total_bytes = 0
         """Sum of `nbytes` over all rollouts."""
 
-    def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:
+    def add(self, entry: StoredRecord) -> tuple[RecordProblem, ...]:
         """Indexes a call, so that `resolve` finds it from now on. The same call again changes nothing.
 
         Returns what is wrong with the entry, if anything; it is then not indexed:
-        `conflicting_call_id` (the first entry stays), `digest_mismatch`, `parent_missing` and `parent_length` (a delta
+        `conflicting_call_id` (the first entry stays), `digest_mismatch`, `parent_missing` and `parent_length` (a suffix
         whose parent is not indexed, or ends elsewhere). For entries in any order there is `rebuild`.
         """
         rollout = self._rollouts.get(entry.rollout_id) or _Rollout()
@@ -68,10 +70,10 @@ class LineageIndex:
         self.total_bytes += rollout.nbytes - bytes_before
         return ()
 
-    def rebuild(self, entries: Iterable[TokenEntry]) -> tuple[RecordProblem, ...]:
-        """Indexes entries that stand in any order, deltas before their parents included."""
+    def rebuild(self, entries: Iterable[StoredRecord]) -> tuple[RecordProblem, ...]:
+        """Indexes records that stand in any order, suffixes before their parents included."""
         # A parent generated something, so its cumulative ids are longer than its own prompt and end before the child's.
-        in_order = sorted(entries, key=lambda entry: (entry.cum_len, entry.prompt_offset))
+        in_order = sorted(entries, key=lambda entry: (entry.cum_len, prompt_part(entry)[0]))
         return tuple(problem for entry in in_order for problem in self.add(entry))
 
     def resolve(self, rollout_id: str, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Resolution:
@@ -200,10 +202,10 @@ class _Call:
 
     __slots__ = ("call_id", "delivered", "digest", "end", "other_keys", "owned_key", "strand")
 
-    def __init__(self, entry: TokenEntry, strand: _Strand, digest: bytes) -> None:
+    def __init__(self, entry: StoredRecord, strand: _Strand, digest: bytes) -> None:
         self.call_id = entry.model_call_id
         self.owned_key = _owned_key(entry)
-        self.other_keys = entry.other_turn_keys
+        self.other_keys = entry.keys.other_turn_keys
         self.delivered = entry.delivered
         self.strand = strand
         self.end = entry.cum_len
@@ -229,22 +231,22 @@ class _Rollout:
         self.nbytes = _ROLLOUT_BYTES
         self._latest: _Call | None = None
 
-    def add(self, entry: TokenEntry) -> RecordProblem | None:
+    def add(self, entry: StoredRecord) -> RecordProblem | None:
         """Indexes a call, or says what is wrong with it and leaves everything as it was."""
         parent = self.calls.get(entry.parent.call_id) if isinstance(entry.parent, Continues) else None
         new: tuple[IdArray, ...]
-        if not entry.is_delta:
+        if not isinstance(entry, EntrySuffix):
             ids = entry.cumulative_ids()
             base, start = _shared(ids, parent or self._latest)
             new = (ids[start:],)
         elif parent is None:
-            return _problem(entry, ProblemReason.PARENT_MISSING, "parent", "of a delta must be indexed first")
-        elif parent.end != entry.prompt_offset:
-            detail = f"must be the parent's cum_len: got {entry.prompt_offset}, expected {parent.end}"
+            return _problem(entry, ProblemReason.PARENT_MISSING, "parent", "of a suffix must be indexed first")
+        elif parent.end != entry.parent.cum_len:
+            detail = f"must be the parent's cum_len: got {entry.parent.cum_len}, expected {parent.end}"
             return _problem(entry, ProblemReason.PARENT_LENGTH, "prompt_offset", detail)
         else:
             base, start = parent.strand, parent.end
-            new = (entry.prompt_token_ids, entry.generation_token_ids)
+            new = (entry.new_prompt_ids, entry.generation_token_ids)
 
         strand = base if base.end == start else _Strand(base, start)
         digest = strand.digest.copy()
@@ -284,19 +286,19 @@ class _Rollout:
                     self.owners[key] = []
                     self.nbytes += _OWNED_KEY_BYTES + sys.getsizeof(key)
                 self.owners[key].append(call)
-            if entry.asked_key is not None and entry.asked_key not in self.asked:
-                self.asked.add(entry.asked_key)
-                self.nbytes += _ASKED_KEY_BYTES + sys.getsizeof(entry.asked_key)
+            if entry.keys.asked_key is not None and entry.keys.asked_key not in self.asked:
+                self.asked.add(entry.keys.asked_key)
+                self.nbytes += _ASKED_KEY_BYTES + sys.getsizeof(entry.keys.asked_key)
         return None
 
 
-def _owned_key(entry: TokenEntry) -> str | None:
+def _owned_key(entry: CallRecord) -> str | None:
     """The turn key under which a call can be found as a parent; None: it cannot be continued from.
 
     What an aborted or failed call sampled was no turn (`not_a_turn`), so it is neither trained on nor supplied: a
     client that echoes the part it saw continues the call before, with that part as prompt.
     """
-    return entry.turn_key if not_a_turn(entry) is None else None
+    return entry.keys.turn_key if not_a_turn(entry) is None else None
 
 
 def _the_one(owners: Sequence[_Call]) -> _Call | None:
@@ -323,7 +325,7 @@ def _shared(ids: IdArray, near: _Call | None) -> tuple[_Strand, int]:
     return _Strand(), 0
 
 
-def _problem(entry: TokenEntry, reason: ProblemReason, field: str, detail: str) -> RecordProblem:
+def _problem(entry: CallRecord, reason: ProblemReason, field: str, detail: str) -> RecordProblem:
     return RecordProblem(reason=reason, call_id=entry.model_call_id, field=field, detail=f"{field} {detail}")
 
 

@@ -22,13 +22,14 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution
 from gym_capture.reasons import CaptureMark, split_reason
-from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, RecordProblem
+from gym_capture.suffixes import StoredRecord, StoredRollout
 
 
 class LineageCache:
     """Lives on one event loop. `read` freezes a rollout in the store; `max_bytes` bounds what is kept in memory."""
 
-    def __init__(self, read: Callable[[str], Awaitable[Snapshot]], *, max_bytes: int) -> None:
+    def __init__(self, read: Callable[[str], Awaitable[StoredRollout]], *, max_bytes: int) -> None:
         self._read = read
         self._max_bytes = max_bytes
         self._index = LineageIndex()
@@ -95,7 +96,7 @@ class LineageCache:
             if not calls:
                 del self._open[rollout_id]
 
-    async def add(self, entry: TokenEntry) -> tuple[RecordProblem, ...]:
+    async def add(self, entry: StoredRecord) -> tuple[RecordProblem, ...]:
         """Indexes a record that is durable by now (`LineageIndex.add`)."""
         self.end(entry.rollout_id, entry.model_call_id)
         if not await self._is_here(entry.rollout_id):
@@ -140,7 +141,7 @@ class LineageCache:
         """Reads a rollout into the index. False: it was retired meanwhile."""
         this = asyncio.current_task()
         try:
-            snapshot = await self._read(rollout_id)
+            stored = await self._read(rollout_id)
         except BaseException:
             if self._reading.get(rollout_id) is this:
                 del self._reading[rollout_id]
@@ -150,8 +151,8 @@ class LineageCache:
         del self._reading[rollout_id]
         self.reads += 1
         self._absent.discard(rollout_id)
-        self._index.rebuild(snapshot.entries)
-        for reason in snapshot.incomplete:
+        self._index.rebuild(stored.records)
+        for reason in stored.incomplete:
             name, call_id = split_reason(reason)
             if name == CaptureMark.DANGLING_INTENT:
                 self._open.setdefault(rollout_id, {}).setdefault(call_id, None)

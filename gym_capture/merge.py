@@ -7,7 +7,8 @@ by inference.
 
 Flow: `unique_calls` folds repeated records -> `link` reads the recorded parents, infers the missing ones
 (`inference`), then walks the forest once. The walk keeps the ids of the current path in one buffer, so that every
-prompt is compared at memory speed, every id is hashed once, and deltas are never expanded.
+prompt is compared at memory speed, if it does not stand in the very memory of its parent's (`suffixes`), and every id
+is hashed once.
 """
 
 from __future__ import annotations
@@ -22,7 +23,17 @@ import numpy.typing as npt
 
 from gym_capture.inference import PrefixIndex
 from gym_capture.reasons import ExcludedReason, MaskReason, ProblemReason, Reason, join_reason
-from gym_capture.records import Continues, IdArray, TokenEntry, delivered_by, id_bytes, new_digest
+from gym_capture.record_fields import FIELDS, Kind, reader
+from gym_capture.records import (
+    Continues,
+    EntrySuffix,
+    IdArray,
+    TokenEntry,
+    delivered_by,
+    id_bytes,
+    new_digest,
+)
+from gym_capture.suffixes import StoredRecord, begins_alike, prompt_part
 
 NO_PARENT = -1
 _ID_BYTES = 4
@@ -35,18 +46,18 @@ _ID_BYTES = 4
 class UniqueCalls:
     """The calls of a snapshot, each once."""
 
-    entries: tuple[TokenEntry, ...]
-    """One for each call of this rollout, sorted by call id."""
+    entries: tuple[StoredRecord, ...]
+    """One for each call of this rollout, sorted by call id; a suffix only where the prompt is not known whole."""
     conflicting: Mapping[str, int]
     """Call ids that came with different contents -> generated ids over all of these contents."""
-    foreign: tuple[TokenEntry, ...]
+    foreign: tuple[StoredRecord, ...]
     """Records of other rollouts, sorted, each once."""
 
 
-def unique_calls(rollout_id: str, records: Sequence[TokenEntry]) -> UniqueCalls:
+def unique_calls(rollout_id: str, records: Sequence[StoredRecord]) -> UniqueCalls:
     """Folds records that say the same of the same call; sets apart what is contradictory or another rollout's."""
-    calls: dict[str, list[TokenEntry]] = {}
-    foreign: dict[tuple[str, str], TokenEntry] = {}
+    calls: dict[str, list[StoredRecord]] = {}
+    foreign: dict[tuple[str, str], StoredRecord] = {}
     for record in records:
         if record.rollout_id == rollout_id:
             calls.setdefault(record.model_call_id, []).append(record)
@@ -55,7 +66,7 @@ def unique_calls(rollout_id: str, records: Sequence[TokenEntry]) -> UniqueCalls:
             first = foreign.setdefault(key, record)
             if record.generation_token_ids.size > first.generation_token_ids.size:
                 foreign[key] = record
-    entries: list[TokenEntry] = []
+    entries: list[StoredRecord] = []
     conflicting: dict[str, int] = {}
     for call_id in sorted(calls):
         distinct = _distinct(calls[call_id])
@@ -70,13 +81,13 @@ def unique_calls(rollout_id: str, records: Sequence[TokenEntry]) -> UniqueCalls:
     )
 
 
-def _distinct(records: Sequence[TokenEntry]) -> list[TokenEntry]:
-    """The records of one call that differ in content. Whole prompts stand for deltas of the same call."""
+def _distinct(records: Sequence[StoredRecord]) -> list[StoredRecord]:
+    """The records of one call that differ in content. Whole prompts stand for suffixes of the same call."""
     if len(records) == 1:
         return [records[0]]
-    distinct: list[TokenEntry] = []
-    alike: dict[tuple[bytes, bytes], list[TokenEntry]] = {}  # one call may come in thousands of contents
-    for record in sorted(records, key=lambda record: (record.prompt_offset, record.created_at)):
+    distinct: list[StoredRecord] = []
+    alike: dict[tuple[bytes, bytes], list[StoredRecord]] = {}  # one call may come in thousands of contents
+    for record in sorted(records, key=lambda record: (prompt_part(record)[0], record.created_at)):
         generated = (record.generation_token_ids.tobytes(), (record.generation_log_probs + 0.0).tobytes())
         known = alike.setdefault(generated, [])
         if not any(_same_content(each, record) for each in known):
@@ -88,20 +99,20 @@ def _distinct(records: Sequence[TokenEntry]) -> list[TokenEntry]:
     return distinct
 
 
-def _same_content(a: TokenEntry, b: TokenEntry) -> bool:
+_ARRAYS = (Kind.IDS, Kind.LOG_PROBS, Kind.TENSOR)
+_read_values = reader(field for field in FIELDS if field.is_content and field.kind not in (*_ARRAYS, Kind.PROMPT))
+_read_arrays = reader(field for field in FIELDS if field.is_content and field.kind in _ARRAYS)
+
+
+def _same_content(a: StoredRecord, b: StoredRecord) -> bool:
     """Whether two records of one call say the same of what was asked and sampled; `b` has at least `a`'s offset."""
+    if a.cum_len != b.cum_len or a.request.asked_max_tokens != b.request.asked_max_tokens:
+        return False
+    (a_offset, a_ids), (b_offset, b_ids) = prompt_part(a), prompt_part(b)
     return (
-        a.cum_len == b.cum_len
-        and (a.parent, a.digest, a.finish_reason, a.stop_reason) == (b.parent, b.digest, b.finish_reason, b.stop_reason)
-        and (a.model, a.requested_model, a.asked_max_tokens, a.has_tools)
-        == (b.model, b.requested_model, b.asked_max_tokens, b.has_tools)
-        and (a.prefix_requested, a.prefix_supplied, a.weight_versions)
-        == (b.prefix_requested, b.prefix_supplied, b.weight_versions)
-        and np.array_equal(a.generation_token_ids, b.generation_token_ids)
-        and np.array_equal(a.generation_log_probs, b.generation_log_probs)
-        and np.array_equal(a.prompt_token_ids[b.prompt_offset - a.prompt_offset :], b.prompt_token_ids)
-        and _same_rows(a.routed_experts, b.routed_experts)
-        and _same_rows(a.sampling_mask, b.sampling_mask)
+        _read_values(a) == _read_values(b)
+        and np.array_equal(a_ids[b_offset - a_offset :], b_ids)
+        and all(map(_same_rows, _read_arrays(a), _read_arrays(b)))
     )
 
 
@@ -116,7 +127,7 @@ def _same_rows(a: npt.NDArray[Any] | None, b: npt.NDArray[Any] | None) -> bool:
 class Forest:
     """Calls by position in `entries`; parallel sequences have its length."""
 
-    entries: tuple[TokenEntry, ...]
+    entries: tuple[StoredRecord, ...]
     parents: tuple[int, ...]
     """Position of the proven parent, or `NO_PARENT`."""
     starts: tuple[int, ...]
@@ -128,9 +139,18 @@ class Forest:
     reasons: tuple[str, ...]
     """What masks the rollout: `<name>:<call id>:<field>`."""
 
+    def placed(self, position: int) -> TokenEntry:
+        """A call that has a place; suffixes have none."""
+        return _whole(self.entries[position])
+
+
+def _whole(record: StoredRecord) -> TokenEntry:
+    assert isinstance(record, TokenEntry), "a suffix has no place"
+    return record
+
 
 def link(
-    entries: tuple[TokenEntry, ...],
+    entries: tuple[StoredRecord, ...],
     *,
     no_candidates: frozenset[int],
     elsewhere: Mapping[str, MaskReason],
@@ -146,6 +166,7 @@ def link(
     linker.cut_cycles()
     linker.cut_wrong_lengths()
     linker.unplace_descendants()
+    linker.unplace_suffixes()
     linker.infer_missing_parents(no_candidates)
     linker.unplace_descendants()
     return linker.walk(vocab_size)
@@ -154,7 +175,7 @@ def link(
 class _Linker:
     """The state of one `link`: parents that are so far only claimed, and what was found against them."""
 
-    def __init__(self, entries: tuple[TokenEntry, ...]) -> None:
+    def __init__(self, entries: tuple[StoredRecord, ...]) -> None:
         self.entries = entries
         self.parents = [NO_PARENT] * len(entries)
         self.unplaced: dict[int, Reason] = {}
@@ -199,8 +220,24 @@ class _Linker:
             ):
                 self._refuse(position, MaskReason.PARENT_MISMATCH, "parent.cum_len")
 
+    def unplace_suffixes(self) -> None:
+        """What is still a suffix although its parent is here: whoever froze the rollout did not `complete` it."""
+        left = [
+            position
+            for position, entry in enumerate(self.entries)
+            if isinstance(entry, EntrySuffix) and position not in self.unplaced
+        ]
+        for position in left:
+            self._refuse(position, MaskReason.ABSENT_PARENT, "prompt_token_ids")
+        if left:
+            self.unplace_descendants()
+
     def infer_missing_parents(self, no_candidates: frozenset[int]) -> None:
-        undecided = [position for position, entry in enumerate(self.entries) if entry.parent is None]
+        undecided = {
+            position: entry
+            for position, entry in enumerate(self.entries)
+            if isinstance(entry, TokenEntry) and entry.parent is None
+        }
         if not undecided:
             return
         candidates = [
@@ -209,7 +246,7 @@ class _Linker:
             if position not in no_candidates and position not in self.unplaced
         ]
         index = PrefixIndex(self.entries, parents=tuple(self.parents), candidates=candidates)
-        inferred = [(position, index.longest_prefixes(self.entries[position])) for position in undecided]
+        inferred = [(position, index.longest_prefixes(entry)) for position, entry in undecided.items()]
         for position, found in inferred:
             if len(found) == 1:
                 self.parents[position] = found[0]
@@ -244,15 +281,23 @@ class _Linker:
         while pending:
             position, parent_hash = pending.pop()
             entry = entries[position]
-            start = entries[parents[position]].cum_len if parents[position] != NO_PARENT else 0
-            del path[start * _ID_BYTES :]
-            prompt = id_bytes(entry.prompt_token_ids)
-            if not entry.is_delta and start:
-                if not path.startswith(prompt[: start * _ID_BYTES]):
+            assert isinstance(entry, TokenEntry), "a suffix has no place"
+            prompt_ids, start, own = entry.prompt_token_ids, 0, 0
+            prompt = id_bytes(prompt_ids)
+            parent = entries[parents[position]] if parents[position] != NO_PARENT else None
+            if isinstance(parent, TokenEntry):
+                before = parent.prompt_token_ids
+                start = before.size + parent.generation_token_ids.size
+                own = start * _ID_BYTES
+                # Ids in the parent's own memory need no look.
+                known = before.size * _ID_BYTES if begins_alike(prompt_ids, before) else 0
+            del path[own:]
+            if start:
+                if not path.startswith(prompt[known:own], known):
                     self._refuse(position, MaskReason.PARENT_MISMATCH, "prompt_token_ids")
                     pending.insert(0, (position, nothing_hashed))
                     continue
-                prompt = prompt[start * _ID_BYTES :]
+                prompt = prompt[own:]
             generation = id_bytes(entry.generation_token_ids)
             path += prompt
             path += generation
@@ -264,7 +309,7 @@ class _Linker:
                 if entry.digest is not None and entry.digest != cumulative_hash.hexdigest():
                     self._report(position, ProblemReason.DIGEST_MISMATCH, "digest")
             if vocab_size is not None:
-                self._check_vocabulary(position, start, vocab_size)
+                self._check_vocabulary(position, entry, start, vocab_size)
             starts[position] = start
             order.append(position)
             pending += [(child, cumulative_hash) for child in reversed(children[position]) if child not in unplaced]
@@ -284,10 +329,9 @@ class _Linker:
                 children[parent].append(position)
         return children
 
-    def _check_vocabulary(self, position: int, start: int, vocab_size: int) -> None:
-        entry = self.entries[position]
+    def _check_vocabulary(self, position: int, entry: TokenEntry, start: int, vocab_size: int) -> None:
         fields: tuple[tuple[str, IdArray], ...] = (
-            ("prompt_token_ids", entry.prompt_token_ids[start - entry.prompt_offset :]),
+            ("prompt_token_ids", entry.prompt_token_ids[start:]),
             ("generation_token_ids", entry.generation_token_ids),
         )
         for field, ids in fields:
@@ -295,10 +339,10 @@ class _Linker:
                 self._report(position, MaskReason.OUT_OF_VOCABULARY, field)
 
     def _refuse(self, position: int, reason: MaskReason, field: str) -> None:
-        """The claimed parent does not hold: the call stands alone, or has no place if it is only a delta."""
+        """The claimed parent does not hold: the call stands alone, or has no place if its prompt is not whole."""
         self._report(position, reason, field)
         self.parents[position] = NO_PARENT
-        if self.entries[position].is_delta:
+        if isinstance(self.entries[position], EntrySuffix):
             self.unplaced[position] = reason
 
     def _report(self, position: int, reason: Reason, field: str) -> None:

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, Final, TypeAlias, get_args
 
 from gym_capture.errors import RecordError
-from gym_capture.records import CallIntent, TokenEntry, check_rollout_id
+from gym_capture.records import CallIntent, CallRecord, check_rollout_id
+from gym_capture.suffixes import StoredRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +47,11 @@ class Commit:
     masked.
     """
 
-    entry: TokenEntry
-    """Whole, or a delta."""
+    entry: StoredRecord
+    """Whole, or a suffix."""
     epoch: int = field(kw_only=True)
     encoded: bytes | None = field(default=None, kw_only=True, repr=False)
-    """What `entry` was decoded from, if it came as bytes (`codec.encode_delta`): then it need not be encoded again."""
+    """What `entry` was decoded from, if it came as bytes (`codec.encode_suffix`): then it need not be encoded again."""
 
     @property
     def rollout_id(self) -> str:
@@ -155,7 +156,7 @@ def _epoch(name: str, value: object) -> None:
 
 
 def _entry(name: str, value: object) -> None:
-    if not isinstance(value, TokenEntry):
+    if not isinstance(value, CallRecord):
         raise RecordError(f"{name} must be a record: got {type(value).__name__}", field=name)
 
 

@@ -1,7 +1,7 @@
 """A call and a rollout as rows: flat, under the names that the files and `/token-records` give their parts.
 
 Invariant: a row has exactly the ids and log probabilities of its record, and of a rollout everything that masks it.
-Prompts are as the record has them: without the ids that the parent's record holds (`prompt_offset`).
+Prompts are without the ids that the parent's record beside it holds (`prompt_offset`), as they are stored.
 
 Half an emoji, which logs of before may hold, is in no JSON that others read: it is written as U+FFFD.
 """
@@ -9,54 +9,47 @@ Half an emoji, which logs of before may hold, is in no JSON that others read: it
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 import numpy as np
 import orjson
 
 from gym_capture.conversation import json_without_surrogates
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_fields import FIELDS, Kind, reader
+from gym_capture.records import Continues, Parent, Root, Snapshot, Unresolved
+from gym_capture.suffixes import StoredRecord, prompt_part, stored_form
 
 
-def call_row(entry: TokenEntry) -> dict[str, Any]:
+def call_rows(snapshot: Snapshot) -> list[dict[str, Any]]:
+    """The calls of a rollout, each as `call_row`."""
+    return [call_row(record) for record in stored_form(snapshot)]
+
+
+def call_row(record: StoredRecord) -> dict[str, Any]:
     """A call under the names of `CALL_SCHEMA`; structured fields as they are, not yet as JSON."""
-    entry = entry.as_delta()
-    parent, call_id, cum_len, reason = _parent(entry)
-    return {
-        "rollout_id": entry.rollout_id,
-        "model_call_id": entry.model_call_id,
-        "model": entry.model,
-        "requested_model": entry.requested_model,
-        "has_tools": entry.has_tools,
-        "parent": parent,
-        "parent_call_id": call_id,
-        "parent_cum_len": cum_len,
-        "parent_reason": reason,
-        "prompt_offset": entry.prompt_offset,
-        "prompt_token_ids": entry.prompt_token_ids,
-        "generation_token_ids": entry.generation_token_ids,
-        "generation_log_probs": entry.generation_log_probs,
-        "output_items": [dict(item) for item in entry.output_items],
-        "token_item_index": entry.token_item_index,
-        "turn_key": entry.turn_key,
-        "asked_key": entry.asked_key,
-        "other_turn_keys": [{"turn_key": key, "rule": rule} for key, rule in entry.other_turn_keys.items()],
-        "digest": entry.digest,
-        "finish_reason": entry.finish_reason,
-        "stop_reason": entry.stop_reason,
-        "delivered": entry.delivered,
-        "prefix_requested": entry.prefix_requested,
-        "prefix_supplied": entry.prefix_supplied,
-        "weight_versions": [
-            {"start": span.start, "end": span.end, "version": span.version} for span in entry.weight_versions
-        ],
-        "sampling": dict(entry.sampling),
-        "max_tokens": entry.max_tokens,
-        "normalized": list(entry.normalized),
-        "routed_experts": entry.routed_experts,
-        "sampling_mask": entry.sampling_mask,
-        "created_at": entry.created_at,
-    }
+    row: dict[str, Any] = {}
+    values = iter(_read(record))
+    for field in FIELDS:
+        if field.kind is Kind.PROMPT:
+            row["prompt_offset"], row[field.name] = prompt_part(record)
+        elif field.kind is Kind.PARENT:
+            row["parent"], row["parent_call_id"], row["parent_cum_len"], row["parent_reason"] = _parent(next(values))
+        else:
+            value = next(values)
+            row[field.name] = _PLAIN[field.kind](value) if field.kind in _PLAIN else value
+    return row
+
+
+_PLAIN: Final[Mapping[Kind, Callable[[Any], object]]] = {
+    Kind.ITEMS: lambda items: [dict(item) for item in items],
+    Kind.OBJECT: dict,
+    Kind.NAMES: list,
+    Kind.RULES_BY_KEY: lambda rules: [{"turn_key": key, "rule": rule} for key, rule in rules.items()],
+    Kind.SPANS: lambda spans: [{"start": span.start, "end": span.end, "version": span.version} for span in spans],
+}
+"""How values are made of what any writer knows; those of other kinds are that."""
+_read: Final = reader(field for field in FIELDS if field.kind is not Kind.PROMPT)
 
 
 def rollout_row(snapshot: Snapshot) -> dict[str, Any]:
@@ -65,8 +58,8 @@ def rollout_row(snapshot: Snapshot) -> dict[str, Any]:
         "rollout_id": snapshot.rollout_id,
         "snapshot_id": snapshot.snapshot_id,
         "version": snapshot.version,
-        "calls": len(snapshot.entries),
-        "generated_ids": sum(int(entry.generation_token_ids.size) for entry in snapshot.entries),
+        "calls": len(snapshot.records),
+        "generated_ids": sum(int(record.generation_token_ids.size) for record in snapshot.records),
         "incomplete": list(snapshot.incomplete),
         "problems": [
             {"reason": p.reason, "call_id": p.call_id, "field": p.field, "detail": p.detail} for p in snapshot.problems
@@ -83,8 +76,8 @@ def lost_call_rows(snapshot: Snapshot) -> list[dict[str, Any]]:
     ]
 
 
-def _parent(entry: TokenEntry) -> tuple[str | None, str | None, int | None, str | None]:
-    match entry.parent:
+def _parent(parent: Parent | None) -> tuple[str | None, str | None, int | None, str | None]:
+    match parent:
         case None:
             return None, None, None, None
         case Root():
@@ -97,8 +90,7 @@ def _parent(entry: TokenEntry) -> tuple[str | None, str | None, int | None, str 
 
 def snapshot_json(snapshot: Snapshot) -> bytes:
     """A rollout as one JSON object: `rollout` and `calls` hold the rows that the files have of them."""
-    calls = [call_row(entry) for entry in snapshot.entries]
-    return row_json({"rollout": rollout_row(snapshot), "calls": calls})
+    return row_json({"rollout": rollout_row(snapshot), "calls": call_rows(snapshot)})
 
 
 def row_json(value: object) -> bytes:

@@ -4,10 +4,11 @@ Invariant: a `TokenEntry` that exists is well-formed. Its arrays are read-only, 
 and aligned with its generated ids, its ids are non-negative int32. Whatever cannot be made into one is a
 `RecordError` at construction, or a `RecordProblem` beside the entries of a `Snapshot` - never a repaired record.
 
-Flow: the engine makes an entry with the full prompt -> `as_delta()` strips what the parent already holds -> stores
-keep and ship deltas -> a `Snapshot` freezes a rollout's entries -> the builder reads it.
+Flow: the engine's entry, whole -> stores keep and ship its `EntrySuffix`, which leaves out what the parent's record
+holds (`suffixes`) -> a `Snapshot` freezes a rollout's entries, whole again -> the builder reads it.
 
-Ids are numpy int32, log probabilities float32. Schema version 1.
+Ids are numpy int32, log probabilities float32. Schema version 1. What the parts are called in bytes and files, and how
+they are written there, is in `record_fields`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -71,7 +72,7 @@ class Unresolved:
 Parent: TypeAlias = Root | Continues | Unresolved
 
 
-# --- the record of one call ------------------------------------------------------------------------------------
+# --- the parts of a record -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,54 +84,14 @@ class WeightSpan:
     version: str
 
 
-@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
-class TokenEntry:
-    """One model call. Shapes: P ids stored of the prompt, G generated ids.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallRequest:
+    """What was asked for."""
 
-    Raises `RecordError`, naming the field, when made from anything that is not well-formed.
-    """
-
-    rollout_id: str
-    model_call_id: str
-    model: str
-    """The policy that generated."""
-    requested_model: str
+    requested_model: str = ""
     """The model name that the client asked for; harnesses ask for several. Empty: not known."""
-    has_tools: bool
+    has_tools: bool = False
     """Whether the request offered tools."""
-    prompt_token_ids: IdArray
-    """int32 [P]. The prompt as the engine reports it; without its first `prompt_offset` ids if this is a delta."""
-    prompt_offset: int = 0
-    """0: the prompt is whole. Else a delta: the first `prompt_offset` prompt ids are the parent's cumulative ids."""
-    generation_token_ids: IdArray
-    """int32 [G]. As sampled, the stop token included."""
-    generation_log_probs: LogProbArray
-    """float32 [G]. Of the sampled ids, after the sampling pin's processing; finite, above 0 only by rounding."""
-    parent: Parent | None
-    """The decision taken at request time; None for imported records without one."""
-    output_items: tuple[Mapping[str, Any], ...] = ()
-    """The assistant's turn as Responses items (text, tool calls, reasoning), without token arrays."""
-    token_item_index: int | None = None
-    """Which of `output_items` the generated ids belong to; None when there is no item."""
-    turn_key: str | None = None
-    """Fingerprint of the conversation up to and including the generated turn: what lineage matches; None: imported."""
-    asked_key: str | None = None
-    """Fingerprint of the conversation that the turn was generated for, without the turn: by it lineage knows a turn
-    that a client rewrote. None: imported, or raw text."""
-    other_turn_keys: Mapping[str, str] = field(default_factory=dict)
-    """As `turn_key`, of the turn as some clients are known to hand it back -> the name of the rule (`echoes`)."""
-    digest: str | None = None
-    """`digest_ids` of the cumulative ids (whole prompt + generation); None for imported records without one."""
-    finish_reason: str | None = None
-    """stop | length | tool_calls | abort | error."""
-    stop_reason: str | None = None
-    delivered: bool | None = None
-    """Whether the reply is known to have been delivered whole; None: not known."""
-    prefix_requested: bool = False
-    """Lineage found a unique verified parent: this call was eligible for prefix supply."""
-    prefix_supplied: bool = False
-    """The prompt that the engine reports starts with that parent's cumulative ids."""
-    weight_versions: tuple[WeightSpan, ...] = ()
     sampling: Mapping[str, Any] = field(default_factory=dict)
     """The sampling parameters that were used, after pinning. A limit of the generation among them was asked for."""
     max_tokens: int | None = None
@@ -139,24 +100,119 @@ class TokenEntry:
     """Names of the rules by which the request was not taken to the letter: of normalization, by which lineage leaves a
     volatile header out; of templates, by which a message is written in another place; of lineage, by which the parent
     was found; `tool_left_out:<type>`, a tool that nobody here could run and the policy was not offered."""
+
+    @property
+    def asked_max_tokens(self) -> int | None:
+        """The generation limit that the request asked for, wherever it is recorded; None: it asked for none."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        if not self.sampling:
+            return None
+        limits = [self.sampling.get(name) for name in _LIMITS]
+        return min((limit for limit in limits if type(limit) is int), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallReply:
+    """What was answered, but for the ids."""
+
+    output_items: tuple[Mapping[str, Any], ...] = ()
+    """The assistant's turn as Responses items (text, tool calls, reasoning), without token arrays."""
+    token_item_index: int | None = None
+    """Which of `output_items` the generated ids belong to; None when there is no item."""
+    finish_reason: str | None = None
+    """stop | length | tool_calls | abort | error."""
+    stop_reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnKeys:
+    """Fingerprints by which lineage finds the call again."""
+
+    turn_key: str | None = None
+    """Of the conversation up to and including the generated turn: what lineage matches; None: imported."""
+    asked_key: str | None = None
+    """Of the conversation that the turn was generated for, without the turn: by it lineage knows a turn that a client
+    rewrote. None: imported, or raw text."""
+    other_turn_keys: Mapping[str, str] = field(default_factory=dict)
+    """As `turn_key`, of the turn as some clients are known to hand it back -> the name of the rule (`echoes`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefixSupply:
+    """Whether the call's prompt was to start with its parent's ids, and did."""
+
+    requested: bool = False
+    """Lineage found a unique verified parent: this call was eligible for prefix supply."""
+    supplied: bool = False
+    """The prompt that the engine reports starts with that parent's cumulative ids."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PolicyTrace:
+    """What generated, and what the engine tells of how."""
+
+    model: str = ""
+    """The policy that generated."""
+    weight_versions: tuple[WeightSpan, ...] = ()
     routed_experts: npt.NDArray[Any] | None = None
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None
     """[G, ...] of the engine."""
+
+
+# --- the record of one call ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class CallRecord:
+    """What is recorded of a call, in whichever form its prompt is: a `TokenEntry` or an `EntrySuffix`.
+
+    Raises `RecordError`, naming the field, when made from anything that is not well-formed.
+    """
+
+    rollout_id: str
+    model_call_id: str
+    generation_token_ids: IdArray
+    """int32 [G]. As sampled, the stop token included."""
+    generation_log_probs: LogProbArray
+    """float32 [G]. Of the sampled ids, after the sampling pin's processing; finite, above 0 only by rounding."""
+    parent: Parent | None
+    """The decision taken at request time; None for imported records without one."""
+    digest: str | None = None
+    """`digest_ids` of the cumulative ids (whole prompt + generation); None for imported records without one."""
+    delivered: bool | None = None
+    """Whether the reply is known to have been delivered whole; None: not known."""
     created_at: float = 0.0
     """Unix seconds at which the record was made."""
+    request: CallRequest = CallRequest()
+    reply: CallReply = CallReply()
+    keys: TurnKeys = TurnKeys()
+    prefix: PrefixSupply = PrefixSupply()
+    policy: PolicyTrace = PolicyTrace()
 
-    def __post_init__(self) -> None:
+    @property
+    def prompt_len(self) -> int:
+        """Length of the whole prompt, in ids."""
+        raise NotImplementedError
+
+    @property
+    def cum_len(self) -> int:
+        """Length of the cumulative ids: whole prompt and generation."""
+        return self.prompt_len + self.generation_token_ids.size
+
+    def _check(self) -> None:
+        """What is asked of every record, whatever its prompt is."""
         check_rollout_id(self.rollout_id)
         if not self.model_call_id:
             raise self._error("model_call_id", "must not be empty")
-        prompt = self._ids("prompt_token_ids", self.prompt_token_ids)
-        generation = self._ids("generation_token_ids", self.generation_token_ids)
+        self._set_ids("generation_token_ids", "generation_token_ids", self.generation_token_ids)
+        generated = self.generation_token_ids.size
         log_probs = self._log_probs(self.generation_log_probs)
-        if log_probs.ndim != 1 or log_probs.size != generation.size:
+        if log_probs.ndim != 1 or log_probs.size != generated:
             raise self._error(
                 "generation_log_probs",
-                f"must align with generation_token_ids: got {log_probs.size}, expected {generation.size}",
+                f"must align with generation_token_ids: got {log_probs.size}, expected {generated}",
             )
         if log_probs.size:
             if not math.isfinite(np.add.reduce(log_probs)) and not np.isfinite(log_probs).all():
@@ -164,51 +220,26 @@ class TokenEntry:
             highest = np.maximum.reduce(log_probs)
             if highest > LOG_PROB_ROUNDING:
                 raise self._error("generation_log_probs", f"must not be above 0: got {highest}")
-        # What came as it should is left as it is: to set a field again costs more than to look.
-        if prompt is not self.prompt_token_ids:
-            object.__setattr__(self, "prompt_token_ids", prompt)
-        if generation is not self.generation_token_ids:
-            object.__setattr__(self, "generation_token_ids", generation)
         log_probs = _frozen(log_probs)
         if log_probs is not self.generation_log_probs:
             object.__setattr__(self, "generation_log_probs", log_probs)
-        if self.prompt_offset < 0:
-            raise self._error("prompt_offset", f"must not be negative: got {self.prompt_offset}")
-        if self.prompt_offset:
-            if not isinstance(self.parent, Continues):
-                raise self._error("prompt_offset", "a delta needs a parent to be a delta of")
-            if self.prompt_offset != self.parent.cum_len:
-                raise self._error(
-                    "prompt_offset",
-                    f"must be the parent's cum_len: got {self.prompt_offset}, expected {self.parent.cum_len}",
-                )
-        prompt_len = self.prompt_offset + prompt.size
-        if not prompt_len:
-            raise self._error("prompt_token_ids", "missing_prompt_ids: a call has at least one prompt id")
-        if isinstance(self.parent, Continues) and prompt_len < self.parent.cum_len:
-            raise self._error(
-                "prompt_token_ids",
-                f"must be at least as long as the parent's cumulative ids: got {prompt_len}, "
-                f"expected >= {self.parent.cum_len}",
-            )
+        spans = self.policy.weight_versions
         end = 0
-        for span in self.weight_versions:
+        for span in spans:
             if span.start != end or span.end < span.start:
-                raise self._error("weight_versions", f"must tile [0, {generation.size}): got {self.weight_versions}")
+                raise self._error("weight_versions", f"must tile [0, {generated}): got {spans}")
             end = span.end
-        if self.weight_versions and end != generation.size:
-            raise self._error("weight_versions", f"spans must end at {generation.size}: got {end}")
+        if spans and end != generated:
+            raise self._error("weight_versions", f"spans must end at {generated}: got {end}")
 
-    def _error(self, field_name: str, message: str) -> RecordError:
-        return RecordError(
-            f"{field_name} {message}", field=field_name, rollout_id=self.rollout_id, call_id=self.model_call_id
-        )
-
-    def _ids(self, name: str, value: npt.ArrayLike) -> IdArray:
+    def _set_ids(self, name: str, field_name: str, value: npt.ArrayLike) -> None:
+        """Makes attribute `name` ids, or raises, naming the field."""
         try:
-            return as_ids(value)
+            ids = as_ids(value)
         except ValueError as error:
-            raise self._error(name, str(error)) from None
+            raise self._error(field_name, str(error)) from None
+        if ids is not value:  # to set a field again costs more than to look
+            object.__setattr__(self, name, ids)
 
     def _log_probs(self, value: npt.ArrayLike) -> LogProbArray:
         if isinstance(value, np.ndarray) and value.dtype == _FLOAT32:
@@ -222,56 +253,92 @@ class TokenEntry:
         with np.errstate(over="ignore"):  # what overflows is not finite
             return raw.astype(np.float32)
 
-    @property
-    def asked_max_tokens(self) -> int | None:
-        """The generation limit that the request asked for, wherever it is recorded; None: it asked for none."""
-        if self.max_tokens is not None:
-            return self.max_tokens
-        if not self.sampling:
-            return None
-        limits = [self.sampling.get(name) for name in _LIMITS]
-        return min((limit for limit in limits if type(limit) is int), default=None)
+    def _error(self, field_name: str, message: str) -> RecordError:
+        return RecordError(
+            f"{field_name} {message}", field=field_name, rollout_id=self.rollout_id, call_id=self.model_call_id
+        )
 
-    @property
-    def is_delta(self) -> bool:
-        return self.prompt_offset > 0
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class TokenEntry(CallRecord):
+    """One model call, whole. Shapes: P ids of the prompt, G generated ids."""
+
+    prompt_token_ids: IdArray
+    """int32 [P]. The whole prompt as the engine reports it."""
+
+    def __post_init__(self) -> None:
+        self._set_ids("prompt_token_ids", "prompt_token_ids", self.prompt_token_ids)
+        self._check()
+        if not self.prompt_token_ids.size:
+            raise self._error("prompt_token_ids", "missing_prompt_ids: a call has at least one prompt id")
+        if isinstance(self.parent, Continues) and self.prompt_len < self.parent.cum_len:
+            raise self._error(
+                "prompt_token_ids",
+                f"must be at least as long as the parent's cumulative ids: got {self.prompt_len}, "
+                f"expected >= {self.parent.cum_len}",
+            )
 
     @property
     def prompt_len(self) -> int:
-        """Length of the whole prompt, in ids."""
-        return self.prompt_offset + self.prompt_token_ids.size
-
-    @property
-    def cum_len(self) -> int:
-        """Length of the cumulative ids: whole prompt and generation."""
-        return self.prompt_offset + self.prompt_token_ids.size + self.generation_token_ids.size
+        return self.prompt_token_ids.size
 
     def cumulative_ids(self) -> IdArray:
-        """int32 [cum_len]. Raises `RecordError` on a delta: `expand` it first."""
-        if self.is_delta:
-            raise self._error("prompt_token_ids", "is a delta; expand() it with its parent's cumulative ids")
+        """int32 [cum_len]."""
         ids: IdArray = np.concatenate((self.prompt_token_ids, self.generation_token_ids))
         return _frozen(ids)
 
-    def as_delta(self) -> TokenEntry:
-        """The same call without the prompt ids that its parent holds; itself if there are none to leave out."""
-        if self.is_delta or not isinstance(self.parent, Continues):
-            return self
-        offset = self.parent.cum_len
-        return replace(self, prompt_token_ids=self.prompt_token_ids[offset:], prompt_offset=offset)
 
-    def expand(self, parent_cumulative_ids: IdArray) -> TokenEntry:
-        """The same call with its whole prompt. Raises `RecordError` if the parent's ids have another length."""
-        if not self.is_delta:
-            return self
-        if parent_cumulative_ids.size != self.prompt_offset:
-            raise self._error(
-                "prompt_offset",
-                f"must be the length of the parent's cumulative ids: got {self.prompt_offset}, "
-                f"expected {parent_cumulative_ids.size}",
-            )
-        whole = np.concatenate((parent_cumulative_ids, self.prompt_token_ids))
-        return replace(self, prompt_token_ids=whole, prompt_offset=0)
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class EntrySuffix(CallRecord):
+    """One model call as it is stored and shipped: without the prompt ids that its parent's record holds.
+
+    The whole prompt is all `parent.cum_len` cumulative ids of the parent, then `new_prompt_ids`.
+    """
+
+    parent: Continues
+    new_prompt_ids: IdArray
+    """int32. May be empty."""
+
+    def __post_init__(self) -> None:
+        self._set_ids("new_prompt_ids", "prompt_token_ids", self.new_prompt_ids)
+        self._check()
+        if not isinstance(self.parent, Continues):
+            raise self._error("parent", "a suffix needs a parent to be a suffix of")
+        if self.parent.cum_len <= 0:
+            raise self._error("parent", f"must have ids to leave out: got {self.parent.cum_len}")
+
+    @property
+    def prompt_len(self) -> int:
+        return self.parent.cum_len + self.new_prompt_ids.size
+
+
+def suffix_of(record: TokenEntry | EntrySuffix) -> TokenEntry | EntrySuffix:
+    """The same call without the prompt ids that its parent holds, by its own word; itself if there are none."""
+    if isinstance(record, EntrySuffix) or not isinstance(record.parent, Continues) or record.parent.cum_len <= 0:
+        return record
+    return _of_checked_parts(EntrySuffix, record, new_prompt_ids=record.prompt_token_ids[record.parent.cum_len :])
+
+
+def whole_entry(suffix: EntrySuffix, *, prompt: IdArray, generation: IdArray) -> TokenEntry:
+    """The call with its whole prompt: the parent's cumulative ids, then the suffix's.
+
+    The caller has put both arrays together, read-only, of ids that were checked as parts of records. They are not
+    checked again: else a conversation of n calls would be read n times over.
+    """
+    return _of_checked_parts(TokenEntry, suffix, prompt_token_ids=prompt, generation_token_ids=generation)
+
+
+def _of_checked_parts(kind: type[_Record], record: CallRecord, **own: IdArray) -> _Record:
+    made = object.__new__(kind)
+    for name in _COMMON:
+        object.__setattr__(made, name, getattr(record, name))
+    for name, ids in own.items():
+        object.__setattr__(made, name, ids)
+    return made
+
+
+_Record = TypeVar("_Record", TokenEntry, EntrySuffix)
+_COMMON: Final = tuple(each.name for each in fields(CallRecord))
 
 
 # --- a frozen rollout --------------------------------------------------------------------------------------------
@@ -320,17 +387,24 @@ class RecordProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Snapshot:
-    """One rollout, frozen. `entries` may be deltas and may stand in any order."""
+    """One rollout, frozen. Records may stand in any order."""
 
     rollout_id: str
     snapshot_id: str
     version: int
     entries: tuple[TokenEntry, ...]
+    orphans: tuple[EntrySuffix, ...] = ()
+    """Calls whose prompts are not known whole: their parents are not here, or have other lengths. They mask."""
     incomplete: tuple[str, ...] = ()
     """Why the capture is not complete: as `reasons.join_reason` writes a `CaptureMark` and, where known, a call id."""
     problems: tuple[RecordProblem, ...] = ()
     lost_calls: tuple[LostCall, ...] = ()
     """Of the calls with a `dangling_intent`, those of which it is known what they were for, by call id."""
+
+    @property
+    def records(self) -> tuple[TokenEntry | EntrySuffix, ...]:
+        """All calls, whole or not."""
+        return (*self.entries, *self.orphans)
 
 
 # --- small things that everything shares -----------------------------------------------------------------------
@@ -356,19 +430,19 @@ def delivered_by(said: Iterable[bool | None]) -> bool | None:
     return all(known) if known else None
 
 
-def not_a_turn(entry: TokenEntry) -> ExcludedReason | None:
+def not_a_turn(entry: CallRecord) -> ExcludedReason | None:
     """Why what a call generated is no turn of the policy, to be trained or continued; None: it is one.
 
     A turn that a length limit or a stop string ended is one: the policy sampled all of it.
     """
-    cut_off = CUT_OFF.get(entry.finish_reason or "")
+    cut_off = CUT_OFF.get(entry.reply.finish_reason or "")
     if cut_off is None and entry.generation_token_ids.size == 0:
         return ExcludedReason.EMPTY_GENERATION
     return cut_off
 
 
 def as_ids(value: npt.ArrayLike) -> IdArray:
-    """A read-only int32 vector. Raises `ValueError` on anything that is not a vector of non-negative int32 values."""
+    """A read-only, contiguous int32 vector. Raises `ValueError` on what is no vector of non-negative int32 values."""
     raw = value if type(value) is np.ndarray else _plain_array(value)
     if raw.dtype == _INT32:
         ids = raw
@@ -384,7 +458,7 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
         raise ValueError(f"must be a vector: got shape {ids.shape}")
     if ids.size and np.minimum.reduce(ids) < 0:
         raise ValueError("must be ids in [0, 2**31)")
-    return _frozen(ids)
+    return _frozen(ids if ids.flags.c_contiguous else np.ascontiguousarray(ids))
 
 
 def _plain_array(value: npt.ArrayLike) -> npt.NDArray[Any]:

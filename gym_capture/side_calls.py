@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from gym_capture.records import TokenEntry
+from gym_capture.records import CallRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +32,18 @@ class SideCallRules:
     probe_max_tokens: int = 1
     """A request that allows at most this many generated ids is a probe; 0: no request is."""
 
-    def asks_for_side_call(self, entry: TokenEntry) -> bool:
+    def asks_for_side_call(self, entry: CallRecord) -> bool:
         """Whether the request alone shows it: by a pattern, or as a probe."""
-        limit = entry.asked_max_tokens
+        limit = entry.request.asked_max_tokens
         if limit is not None and 1 <= limit <= self.probe_max_tokens:
             return True
         if not self.model_patterns:
             return False
-        asked = entry.requested_model or entry.model
+        asked = entry.request.requested_model or entry.policy.model
         return any(fnmatchcase(asked, pattern) for pattern in self.model_patterns)
 
 
-def side_calls(entries: Sequence[TokenEntry], rules: SideCallRules) -> frozenset[int]:
+def side_calls(entries: Sequence[CallRecord], rules: SideCallRules) -> frozenset[int]:
     """Positions in `entries` (one entry for each call) of the calls that are not part of the task."""
     found = {position for position, entry in enumerate(entries) if rules.asks_for_side_call(entry)}
     if rules.self_calibrate:
@@ -52,27 +52,29 @@ def side_calls(entries: Sequence[TokenEntry], rules: SideCallRules) -> frozenset
     return frozenset(found)
 
 
-def _of_other_models(entries: Sequence[TokenEntry], positions: Sequence[int]) -> list[int]:
+def _of_other_models(entries: Sequence[CallRecord], positions: Sequence[int]) -> list[int]:
     """Those that asked for another model than the policy; where nobody noted what was asked for, by what generated."""
-    named = [position for position in positions if entries[position].requested_model]
-    unnamed = [position for position in positions if not entries[position].requested_model]
-    policy = _heaviest([(entries[position].requested_model, entries[position]) for position in named])
+    named = [position for position in positions if entries[position].request.requested_model]
+    unnamed = [position for position in positions if not entries[position].request.requested_model]
+    policy = _heaviest([(entries[position].request.requested_model, entries[position]) for position in named])
     if policy is None:
-        model = _heaviest([(entries[position].model, entries[position]) for position in unnamed])
-        return [position for position in unnamed if entries[position].model != model]
-    others = [position for position in named if entries[position].requested_model != policy]
-    models = {entries[position].model for position in named if entries[position].requested_model == policy}
-    return others + [position for position in unnamed if entries[position].model not in {*models, ""}]
+        model = _heaviest([(entries[position].policy.model, entries[position]) for position in unnamed])
+        return [position for position in unnamed if entries[position].policy.model != model]
+    others = [position for position in named if entries[position].request.requested_model != policy]
+    models = {
+        entries[position].policy.model for position in named if entries[position].request.requested_model == policy
+    }
+    return others + [position for position in unnamed if entries[position].policy.model not in {*models, ""}]
 
 
-def _heaviest(named: Sequence[tuple[str, TokenEntry]]) -> str | None:
+def _heaviest(named: Sequence[tuple[str, CallRecord]]) -> str | None:
     """The name that generated most; among equals the one with more tool-offering calls, more calls, the first name."""
     weights: dict[str, tuple[int, int, int]] = {}
     for name, entry in named:
         tokens, with_tools, calls = weights.get(name, (0, 0, 0))
         weights[name] = (
             tokens + int(entry.generation_token_ids.size),
-            with_tools + int(entry.has_tools),
+            with_tools + int(entry.request.has_tools),
             calls + 1,
         )
     if not weights:

@@ -77,7 +77,7 @@ def flatten(segments: Sequence[Segment], *, is_main: bool, ride_along: bool) -> 
     """
     pieces: list[IdArray] = []
     for entry, start, _ in segments:
-        pieces += (entry.prompt_token_ids[start - entry.prompt_offset :], entry.generation_token_ids)
+        pieces += (entry.prompt_token_ids[start:], entry.generation_token_ids)
     return _trajectory(
         pieces,
         calls=[segment.entry for segment in segments],
@@ -88,22 +88,16 @@ def flatten(segments: Sequence[Segment], *, is_main: bool, ride_along: bool) -> 
     )
 
 
-def flatten_call(entries: Sequence[TokenEntry], *, is_main: bool, ride_along: bool) -> Trajectory:
-    """The sequence of one call, the last of `entries`: its own generation with loss, all before it prompt.
-
-    `entries` begin with a whole prompt and go on with the deltas that lead to the call.
-    """
-    pieces: list[IdArray] = []
-    for entry in entries:
-        pieces += (entry.prompt_token_ids, entry.generation_token_ids)
-    call = entries[-1]
+def flatten_call(call: TokenEntry, *, is_main: bool, ride_along: bool) -> Trajectory:
+    """The sequence of one call: its own generation with loss, all before it prompt."""
+    experts = call.policy.routed_experts
     return _trajectory(
-        pieces,
+        (call.prompt_token_ids, call.generation_token_ids),
         calls=[call],
         owned=[call],
         is_main=is_main,
-        routed_experts=call.routed_experts[: call.cum_len] if ride_along and call.routed_experts is not None else None,
-        sampling_mask=call.sampling_mask if ride_along else None,
+        routed_experts=experts[: call.cum_len] if ride_along and experts is not None else None,
+        sampling_mask=call.policy.sampling_mask if ride_along else None,
     )
 
 
@@ -137,7 +131,7 @@ def _trajectory(
         loss_mask=loss_mask,
         log_probs=log_probs,
         spans=tuple(spans),
-        finish_reason=last.finish_reason,
+        finish_reason=last.reply.finish_reason,
         routed_experts=routed_experts,
         sampling_mask=sampling_mask,
     )
@@ -147,8 +141,11 @@ def ride_along_problems(segments: Sequence[Segment]) -> list[str]:
     """Named reasons why routed experts or sampling masks cannot be joined over the whole sequence; none: they can."""
     return [
         *_misaligned(segments),
-        *_uneven("routed_experts", [(s.entry.model_call_id, s.entry.routed_experts) for s in segments]),
-        *_uneven("sampling_mask", [(s.entry.model_call_id, s.entry.sampling_mask) for s in segments if s.owns_loss]),
+        *_uneven("routed_experts", [(s.entry.model_call_id, s.entry.policy.routed_experts) for s in segments]),
+        *_uneven(
+            "sampling_mask",
+            [(s.entry.model_call_id, s.entry.policy.sampling_mask) for s in segments if s.owns_loss],
+        ),
     ]
 
 
@@ -156,7 +153,7 @@ def _misaligned(segments: Sequence[Segment]) -> list[str]:
     """Arrays that do not have the rows that the ids of their call ask for."""
     problems: list[str] = []
     for entry, _, _ in segments:
-        experts, sampling = entry.routed_experts, entry.sampling_mask
+        experts, sampling = entry.policy.routed_experts, entry.policy.sampling_mask
         # The last sampled id has not been run through the model yet: its row may be missing.
         if experts is not None and (experts.ndim != 3 or len(experts) < entry.cum_len - 1):
             problems.append(join_reason(MaskReason.MISALIGNED_ROWS, entry.model_call_id, "routed_experts"))
@@ -167,11 +164,11 @@ def _misaligned(segments: Sequence[Segment]) -> list[str]:
 
 def _spans(entry: TokenEntry, begin: int, end: int) -> list[Span]:
     call_id = entry.model_call_id
-    if not entry.weight_versions:
+    if not entry.policy.weight_versions:
         return [Span(begin, end, call_id, None)]
     return [
         Span(begin + span.start, begin + span.end, call_id, span.version)
-        for span in entry.weight_versions
+        for span in entry.policy.weight_versions
         if span.end > span.start
     ]
 
@@ -193,7 +190,7 @@ def _routed_experts(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
     rows: list[npt.NDArray[Any]] = []
     begin = 0
     for segment in segments:
-        experts = segment.entry.routed_experts
+        experts = segment.entry.policy.routed_experts
         if experts is None:
             return None
         end = min(len(experts), segment.entry.cum_len)
@@ -204,7 +201,7 @@ def _routed_experts(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
 
 
 def _sampling_mask(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
-    rows = [segment.entry.sampling_mask for segment in segments if segment.owns_loss]
+    rows = [segment.entry.policy.sampling_mask for segment in segments if segment.owns_loss]
     present = [row for row in rows if row is not None]
     if not present:
         return None

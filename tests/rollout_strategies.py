@@ -12,7 +12,20 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from gym_capture.records import Continues, Parent, RecordError, Root, Snapshot, TokenEntry, Unresolved, digest_ids
+from gym_capture.records import (
+    Continues,
+    EntrySuffix,
+    Parent,
+    RecordError,
+    Root,
+    Snapshot,
+    TokenEntry,
+    Unresolved,
+    digest_ids,
+    suffix_of,
+)
+from gym_capture.suffixes import StoredRecord, complete, prompt_part
+from tests.calls import entry_of
 
 ids = st.lists(st.integers(1, 3), min_size=1, max_size=3)
 few_ids = st.lists(st.integers(1, 3), max_size=2)
@@ -68,7 +81,7 @@ def _entry(draw: st.DrawFn, call_id: str, prompt: Sequence[int], *, parent: Pare
     )
     generation = [] if odd == "empty" else draw(ids)
     log_probs = [-1.0 - number - position / 8 for position in range(len(generation))]
-    return TokenEntry(
+    return entry_of(
         rollout_id="r1",
         model_call_id=call_id,
         model="served",
@@ -87,10 +100,10 @@ def _entry(draw: st.DrawFn, call_id: str, prompt: Sequence[int], *, parent: Pare
 
 
 @st.composite
-def damaged_rollouts(draw: st.DrawFn, *, max_calls: int = 9) -> list[TokenEntry]:
-    """The records of an honest rollout after some of them were stored as deltas, repeated, contradicted or lost."""
+def damaged_rollouts(draw: st.DrawFn, *, max_calls: int = 9) -> list[StoredRecord]:
+    """The records of an honest rollout after some of them were stored as suffixes, repeated, contradicted or lost."""
     rollout = draw(honest_rollouts(max_calls=max_calls))
-    entries = [entry.as_delta() if draw(st.booleans()) else entry for entry in rollout.entries]
+    entries = [suffix_of(entry) if draw(st.booleans()) else entry for entry in rollout.entries]
     call_ids = [entry.model_call_id for entry in entries] + ["nobody"]
     for _ in range(draw(st.integers(0, 3))):
         if not entries:
@@ -114,11 +127,14 @@ def damaged_rollouts(draw: st.DrawFn, *, max_calls: int = 9) -> list[TokenEntry]
                 entries[at] = replace(entry, parent=Continues(draw(st.sampled_from(call_ids)), cum_len))
             elif damage == "length" and isinstance(entry.parent, Continues):
                 wrong = Continues(entry.parent.call_id, entry.parent.cum_len - 1)
-                entries[at] = replace(entry, parent=wrong, prompt_offset=wrong.cum_len if entry.is_delta else 0)
+                entries[at] = replace(entry, parent=wrong)
             elif damage == "ids":
-                changed = entry.prompt_token_ids.copy()
+                changed = prompt_part(entry)[1].copy()
                 changed[:1] = 4 - changed[:1]
-                entries[at] = replace(entry, prompt_token_ids=changed)
+                if isinstance(entry, EntrySuffix):
+                    entries[at] = replace(entry, new_prompt_ids=changed)
+                else:
+                    entries[at] = replace(entry, prompt_token_ids=changed)
             elif damage == "digest":
                 entries[at] = replace(entry, digest="0" * 64)
         except RecordError:
@@ -126,5 +142,6 @@ def damaged_rollouts(draw: st.DrawFn, *, max_calls: int = 9) -> list[TokenEntry]
     return draw(st.permutations(entries))
 
 
-def snapshot_of(entries: Sequence[TokenEntry]) -> Snapshot:
-    return Snapshot(rollout_id="r1", snapshot_id="s", version=1, entries=tuple(entries))
+def snapshot_of(records: Sequence[StoredRecord]) -> Snapshot:
+    entries, orphans = complete(records)
+    return Snapshot(rollout_id="r1", snapshot_id="s", version=1, entries=entries, orphans=orphans)

@@ -20,6 +20,7 @@ from gym_capture.records import (
     Unresolved,
     WeightSpan,
     digest_ids,
+    suffix_of,
 )
 from gym_capture.side_calls import SideCallRules
 from tests.calls import ALL_CHAINS, PER_REQUEST, call, excluded, only, rows, snapshot
@@ -99,7 +100,7 @@ def test_a_parent_that_does_not_hold_masks_and_names_call_and_field(
 
 
 def test_a_delta_whose_parent_is_lost_is_quarantined_with_what_continues_it() -> None:
-    b = call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4)).as_delta()
+    b = suffix_of(call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4)))
     c = call("c", [1, 2, 3, 9, 4, 5, 6], [7], parent=Continues("b", 6))
     built = build(snapshot(b, c), ALL_CHAINS)
     assert built.trajectories == ()
@@ -114,7 +115,7 @@ def test_deltas_before_their_parents_give_the_same_as_whole_prompts() -> None:
     c = call("c", [1, 2, 3, 9, 4, 5], [7], parent=Continues("b", 6))
     for options in (ALL_CHAINS, PER_REQUEST):
         whole = build(snapshot(a, b, c), options)
-        assert rows(build(snapshot(c.as_delta(), b.as_delta(), a), options)) == rows(whole)
+        assert rows(build(snapshot(suffix_of(c), suffix_of(b), a), options)) == rows(whole)
         assert not whole.masked
 
 
@@ -122,9 +123,9 @@ def test_digests_are_checked_on_deltas() -> None:
     a = call("a", [1, 2], [3, 9], parent=Root(), digest=digest_ids(np.array([1, 2, 3, 9], dtype=np.int32)))
     b = call("b", [1, 2, 3, 9, 4], [5], parent=Continues("a", 4))
     good = replace(b, digest=digest_ids(np.array([1, 2, 3, 9, 4, 5], dtype=np.int32)))
-    assert not build(snapshot(a, good.as_delta())).masked
+    assert not build(snapshot(a, suffix_of(good))).masked
     wrong = replace(b, digest=a.digest)
-    assert build(snapshot(a, wrong.as_delta())).mask_reasons == ("digest_mismatch:b:digest",)
+    assert build(snapshot(a, suffix_of(wrong))).mask_reasons == ("digest_mismatch:b:digest",)
 
 
 def test_a_foreign_record_masks_and_is_never_trained() -> None:
@@ -167,8 +168,8 @@ def test_an_empty_reply_is_never_taken_for_a_parent() -> None:
 
 def test_a_record_without_a_decision_continues_a_delta() -> None:
     a = call("a", [1, 2], [3, 9], parent=Root())
-    b = call("b", [1, 2, 3, 9, 4], [5, 6], parent=Continues("a", 4)).as_delta()
-    x = call("x", [1, 2, 3, 9, 8], [5, 7, 7], parent=Continues("a", 4)).as_delta()
+    b = suffix_of(call("b", [1, 2, 3, 9, 4], [5, 6], parent=Continues("a", 4)))
+    x = suffix_of(call("x", [1, 2, 3, 9, 8], [5, 7, 7], parent=Continues("a", 4)))
     c = call("c", [1, 2, 3, 9, 4, 5, 6, 8, 8], [7])
     built = build(snapshot(c, x, b, a), ALL_CHAINS)
     assert [row["calls"] for row in rows(built)] == [["a", "b", "c"], ["a", "x"]]
@@ -426,7 +427,7 @@ def experts(rows: int, first: int = 0) -> np.ndarray[Any, np.dtype[np.int16]]:
 def test_routed_experts_come_from_the_call_that_first_ran_each_id() -> None:
     a = call("a", [1, 2], [3, 9], parent=Root(), routed_experts=experts(3))
     b = call("b", [1, 2, 3, 9, 4], [5, 6], parent=Continues("a", 4), routed_experts=experts(6, first=100))
-    for entry in (b, b.as_delta()):
+    for entry in (b, suffix_of(b)):
         merged = only(build(snapshot(a, entry)))
         assert merged.routed_experts is not None
         # Ids 0 to 2 were run by a, which sampled id 3 last; b ran the rest, but not the id it sampled last.

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.builder import BuildOptions, BuiltRollout, build
-from gym_capture.records import Continues, RecordProblem, TokenEntry, digest_ids
+from gym_capture.records import Continues, EntrySuffix, RecordProblem, TokenEntry, digest_ids, suffix_of
+from gym_capture.suffixes import StoredRecord
 from tests.rollout_strategies import Rollout, damaged_rollouts, honest_rollouts, snapshot_of
 
 OPTIONS = [
@@ -48,19 +49,19 @@ def as_bytes(built: BuiltRollout) -> list[object]:
 
 @given(damaged_rollouts(), options, st.data())
 def test_the_order_of_the_records_changes_nothing(
-    entries: list[TokenEntry], options: BuildOptions, data: st.DataObject
+    entries: list[StoredRecord], options: BuildOptions, data: st.DataObject
 ) -> None:
     shuffled = data.draw(st.permutations(entries))
     assert as_bytes(build(snapshot_of(shuffled), options)) == as_bytes(build(snapshot_of(entries), options))
 
 
 @given(damaged_rollouts(), options)
-def test_building_twice_gives_the_same_bytes(entries: list[TokenEntry], options: BuildOptions) -> None:
+def test_building_twice_gives_the_same_bytes(entries: list[StoredRecord], options: BuildOptions) -> None:
     assert as_bytes(build(snapshot_of(entries), options)) == as_bytes(build(snapshot_of(entries), options))
 
 
 @given(damaged_rollouts(), options)
-def test_every_generated_id_is_trained_once_or_counted(entries: list[TokenEntry], options: BuildOptions) -> None:
+def test_every_generated_id_is_trained_once_or_counted(entries: list[StoredRecord], options: BuildOptions) -> None:
     built = build(snapshot_of(entries), options)
     counts = built.counts
     trained: dict[str, int] = {}
@@ -83,7 +84,7 @@ def test_every_generated_id_is_trained_once_or_counted(entries: list[TokenEntry]
 
 @given(damaged_rollouts(), options)
 def test_trajectories_are_aligned_and_log_probs_are_where_the_loss_is(
-    entries: list[TokenEntry], options: BuildOptions
+    entries: list[StoredRecord], options: BuildOptions
 ) -> None:
     for trajectory in build(snapshot_of(entries), options).trajectories:
         assert trajectory.token_ids.dtype == np.int32
@@ -112,12 +113,12 @@ def test_honest_records_give_what_the_engine_had(rollout: Rollout, options: Buil
 
 @given(honest_rollouts(decided=True), options, st.data())
 def test_deltas_say_the_same_as_whole_prompts(rollout: Rollout, options: BuildOptions, data: st.DataObject) -> None:
-    deltas = [entry.as_delta() if data.draw(st.booleans()) else entry for entry in rollout.entries]
+    deltas = [suffix_of(entry) if data.draw(st.booleans()) else entry for entry in rollout.entries]
     assert as_bytes(build(snapshot_of(deltas), options)) == as_bytes(build(snapshot_of(rollout.entries), options))
 
 
 @given(damaged_rollouts(), st.data())
-def test_records_that_do_not_belong_only_mask(entries: list[TokenEntry], data: st.DataObject) -> None:
+def test_records_that_do_not_belong_only_mask(entries: list[StoredRecord], data: st.DataObject) -> None:
     """A foreign record, or one that could not be read, changes no trajectory: it masks."""
     mine = snapshot_of([entry for entry in entries if entry.rollout_id == "r1"])
     problem = RecordProblem(reason="malformed_record", call_id="x", field="prompt_token_ids", detail="negative id")
@@ -142,10 +143,10 @@ class Expected:
 class Reference:
     """The rules on plain lists, each look-up a search through all calls. Shares no code with the builder."""
 
-    def __init__(self, entries: Sequence[TokenEntry]) -> None:
+    def __init__(self, entries: Sequence[StoredRecord]) -> None:
         self.masked = False
         self.excluded: dict[str, str] = {}
-        self.calls: dict[str, TokenEntry] = {}
+        self.calls: dict[str, StoredRecord] = {}
         self.elsewhere: set[str] = set()
         for entry in entries:
             if entry.rollout_id != "r1":
@@ -155,12 +156,13 @@ class Reference:
             mine = [
                 other for other in entries if other.rollout_id == "r1" and other.model_call_id == entry.model_call_id
             ]
-            if any(self.content(other) != self.content(entry) for other in mine):
+            if any(self.differ(other, entry) for other in mine):
                 self.masked = True
                 self.excluded[entry.model_call_id] = "conflicting_call_id"
             else:
                 known = {other.delivered for other in mine} - {None}
-                self.calls[entry.model_call_id] = replace(entry, delivered=False not in known if known else None)
+                whole = next((other for other in mine if isinstance(other, TokenEntry)), entry)
+                self.calls[entry.model_call_id] = replace(whole, delivered=False not in known if known else None)
         self.no_loss = self.find_calls_without_loss()
         self.claims = {c: e.parent.call_id for c, e in self.calls.items() if isinstance(e.parent, Continues)}
         cyclic = {call_id for call_id in self.claims if self.reaches_itself(call_id)}
@@ -171,7 +173,7 @@ class Reference:
                 named = entry.parent.call_id
                 if call_id in cyclic or named not in self.calls or self.calls[named].cum_len != entry.parent.cum_len:
                     self.masked = True
-                    if entry.is_delta:
+                    if isinstance(entry, EntrySuffix):
                         self.unplaced.add(call_id)
                 else:
                     self.parent[call_id] = named
@@ -182,7 +184,7 @@ class Reference:
         self.spread()
         for call_id, entry in self.calls.items():
             parent = self.parent[call_id]
-            if call_id not in self.unplaced and parent is not None and not entry.is_delta:
+            if call_id not in self.unplaced and parent is not None and isinstance(entry, TokenEntry):
                 known_ids = self.cumulative(parent)
                 if entry.prompt_token_ids.tolist()[: len(known_ids)] != known_ids:
                     self.masked = True
@@ -191,37 +193,49 @@ class Reference:
             self.excluded[call_id] = "unplaced"
 
     @staticmethod
-    def content(entry: TokenEntry) -> tuple[object, ...]:
-        assert not entry.is_delta or isinstance(entry.parent, Continues)
-        tail = entry.parent.cum_len - entry.prompt_offset if isinstance(entry.parent, Continues) else 0
+    def differ(a: StoredRecord, b: StoredRecord) -> bool:
+        if isinstance(a, TokenEntry) and isinstance(b, TokenEntry):
+            prompts = a.prompt_token_ids.tolist(), b.prompt_token_ids.tolist()
+        else:
+            prompts = tuple(
+                each.new_prompt_ids.tolist()
+                if isinstance(each, EntrySuffix)
+                else each.prompt_token_ids.tolist()[each.parent.cum_len if isinstance(each.parent, Continues) else 0 :]
+                for each in (a, b)
+            )
+        return prompts[0] != prompts[1] or Reference.content(a) != Reference.content(b)
+
+    @staticmethod
+    def content(entry: StoredRecord) -> tuple[object, ...]:
         return (
-            entry.prompt_token_ids.tolist()[max(tail, 0) :],
             entry.generation_token_ids.tolist(),
             entry.generation_log_probs.tolist(),
             entry.parent,
             entry.digest,
-            entry.finish_reason,
-            entry.requested_model,
-            entry.max_tokens,
-            entry.has_tools,
+            entry.reply.finish_reason,
+            entry.request.requested_model,
+            entry.request.max_tokens,
+            entry.request.has_tools,
         )
 
     def find_calls_without_loss(self) -> set[str]:
-        probes = {c for c, e in self.calls.items() if e.max_tokens == 1 or e.sampling.get("max_tokens") == 1}
+        probes = {
+            c for c, e in self.calls.items() if e.request.max_tokens == 1 or e.request.sampling.get("max_tokens") == 1
+        }
         mass: dict[str, list[int]] = {}
         for call_id, entry in self.calls.items():
             if call_id not in probes:
-                total = mass.setdefault(entry.requested_model, [0, 0, 0])
+                total = mass.setdefault(entry.request.requested_model, [0, 0, 0])
                 total[0] += len(entry.generation_token_ids)
-                total[1] += entry.has_tools
+                total[1] += entry.request.has_tools
                 total[2] += 1
         policy = min(mass, key=lambda model: ([-value for value in mass[model]], model)) if mass else None
         found: set[str] = set()
         for call_id, entry in self.calls.items():
-            if call_id in probes or entry.requested_model != policy:
+            if call_id in probes or entry.request.requested_model != policy:
                 self.excluded[call_id] = "side_call"
-            elif entry.finish_reason in ("abort", "error"):
-                self.excluded[call_id] = {"abort": "aborted", "error": "failed"}[entry.finish_reason]
+            elif entry.reply.finish_reason in ("abort", "error"):
+                self.excluded[call_id] = {"abort": "aborted", "error": "failed"}[entry.reply.finish_reason]
             elif not entry.generation_token_ids.tolist():
                 self.excluded[call_id] = "empty_generation"
             else:
@@ -239,12 +253,8 @@ class Reference:
 
     def cumulative(self, call_id: str) -> list[int]:
         entry = self.calls[call_id]
-        before: list[int] = []
-        if entry.is_delta:
-            parent = self.parent[call_id]
-            assert parent is not None
-            before = self.cumulative(parent)
-        return before + entry.prompt_token_ids.tolist() + entry.generation_token_ids.tolist()
+        assert isinstance(entry, TokenEntry)
+        return [*entry.prompt_token_ids.tolist(), *entry.generation_token_ids.tolist()]
 
     def prompt(self, call_id: str) -> list[int]:
         return self.cumulative(call_id)[: self.calls[call_id].prompt_len]
@@ -284,7 +294,7 @@ class Reference:
             used = [other for other in tries if any(self.parent[child] == other for child in placed)]
             if not used:
                 of_task = [other for other in tries if self.excluded.get(other) != "side_call"]
-                whole = [other for other in of_task if self.calls[other].finish_reason not in ("abort", "error")]
+                whole = [other for other in of_task if self.calls[other].reply.finish_reason not in ("abort", "error")]
                 delivered = [other for other in of_task if self.calls[other].delivered]
                 if len(delivered) == 1:
                     used = delivered
@@ -343,9 +353,11 @@ class Reference:
 
 
 @given(damaged_rollouts(), options)
-def test_agrees_with_the_slow_reference(entries: list[TokenEntry], options: BuildOptions) -> None:
+def test_agrees_with_the_slow_reference(entries: list[StoredRecord], options: BuildOptions) -> None:
     built = build(snapshot_of(entries), options)
-    expected = Reference(entries).build(options.delivery, per_request=options.strategy == "per_request")
+    expected = Reference(snapshot_of(entries).records).build(
+        options.delivery, per_request=options.strategy == "per_request"
+    )
     assert [
         (t.call_ids, t.token_ids.tolist(), t.loss_mask.astype(int).tolist(), t.log_probs.tolist())
         for t in built.trajectories

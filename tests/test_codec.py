@@ -15,24 +15,28 @@ from gym_capture.codec import (
     decode_entry,
     decode_intent,
     decode_snapshot,
-    encode_delta,
     encode_entry,
     encode_intent,
     encode_snapshot,
+    encode_suffix,
     payload_digest,
     peek_entry,
 )
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.record_fields import with_values
 from gym_capture.records import (
     Continues,
+    PolicyTrace,
     RecordProblem,
     Root,
     Snapshot,
     TokenEntry,
     Unresolved,
     WeightSpan,
+    suffix_of,
 )
+from tests.calls import entry_of
 
 # Any code point, lone surrogates included: both models and clients produce half an emoji.
 TEXT = st.text(st.characters(), max_size=20)
@@ -61,7 +65,7 @@ def entries(draw: st.DrawFn) -> TokenEntry:
     cut = draw(st.integers(0, int(generation.size)))
     spans = (WeightSpan(0, cut, draw(TEXT)), WeightSpan(cut, int(generation.size), draw(TEXT)))
     extra = st.none() | npst.arrays(PLAIN_DTYPES, npst.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
-    entry = TokenEntry(
+    entry = entry_of(
         rollout_id=draw(st.text("abcXYZ019_.-", min_size=3, max_size=9)),
         model_call_id=draw(TEXT.filter(bool)),
         model=draw(TEXT),
@@ -88,13 +92,17 @@ def entries(draw: st.DrawFn) -> TokenEntry:
         sampling_mask=draw(extra),
         created_at=draw(st.floats(0, 1e11)),
     )
-    return draw(st.sampled_from([entry, entry.as_delta()])) if isinstance(parent, Continues) else entry
+    return draw(st.sampled_from([entry, suffix_of(entry)])) if isinstance(parent, Continues) else entry
 
 
-def assert_same(got: TokenEntry, expected: TokenEntry) -> None:
-    for item in fields(TokenEntry):
+def assert_same(got: Any, expected: Any) -> None:
+    """Every attribute, those of the parts included."""
+    assert type(got) is type(expected)
+    for item in fields(expected):
         left, right = getattr(got, item.name), getattr(expected, item.name)
-        if isinstance(right, np.ndarray):
+        if isinstance(right, PolicyTrace):
+            assert_same(left, right)
+        elif isinstance(right, np.ndarray):
             assert left.shape == right.shape, item.name
             assert left.dtype == right.dtype.newbyteorder("="), item.name
             assert np.array_equal(left, right, equal_nan=right.dtype.kind == "f"), item.name
@@ -109,7 +117,7 @@ def test_entry_survives_with_every_field(entry: TokenEntry) -> None:
     assert_same(decoded, entry)
     assert encode_entry(decoded) == data
     assert peek_entry(data) == (entry.rollout_id, entry.model_call_id, payload_digest(data))
-    assert encode_delta(entry) == encode_entry(entry.as_delta())
+    assert encode_suffix(entry) == encode_entry(suffix_of(entry))
 
 
 @given(entries(), st.data())
@@ -134,13 +142,13 @@ def test_foreign_bytes_are_refused(data: bytes) -> None:
 
 
 def test_arrays_are_views_of_the_bytes_and_aligned() -> None:
-    entry = replace(
+    entry = with_values(
         sample_entry("r", "c", prompt=range(1, 4), generation=(7,)),
         routed_experts=np.ones((3, 2, 5), dtype=np.float64),
         sampling_mask=np.ones((1, 3), dtype=bool),
     )
     decoded = decode_entry(encode_entry(entry))
-    for array in (decoded.prompt_token_ids, decoded.generation_log_probs, decoded.routed_experts):
+    for array in (decoded.prompt_token_ids, decoded.generation_log_probs, decoded.policy.routed_experts):
         assert array is not None
         assert array.flags.aligned
         assert not array.flags.writeable
@@ -152,13 +160,13 @@ def test_time_of_recording_is_no_part_of_the_content() -> None:
     later = replace(entry, created_at=entry.created_at + 60)
     assert peek_entry(encode_entry(entry)) == peek_entry(encode_entry(later))
     assert decode_entry(encode_entry(later)).created_at == later.created_at
-    other = replace(entry, stop_reason="x")
+    other = with_values(entry, stop_reason="x")
     assert peek_entry(encode_entry(entry)).payload_digest != peek_entry(encode_entry(other)).payload_digest
 
 
 def test_numbers_outside_of_json_come_back() -> None:
     sampling = {"seed": 2**80, "temperature": math.inf, "nothing": math.nan}
-    decoded = decode_entry(encode_entry(replace(sample_entry("r", "c"), sampling=sampling))).sampling
+    decoded = decode_entry(encode_entry(with_values(sample_entry("r", "c"), sampling=sampling))).request.sampling
     assert decoded["seed"] == 2**80
     assert decoded["temperature"] == math.inf
     assert math.isnan(decoded["nothing"])
@@ -175,21 +183,21 @@ def _nested(depth: int) -> dict[str, Any]:
 def test_content_that_is_not_json_names_its_field(value: object) -> None:
     entry = sample_entry("r", "c")
     with pytest.raises(RecordError, match="output_items must be JSON") as raised:
-        encode_entry(replace(entry, output_items=({"x": value},)))
+        encode_entry(with_values(entry, output_items=({"x": value},)))
     assert (raised.value.field, raised.value.rollout_id, raised.value.call_id) == ("output_items", "r", "c")
     with pytest.raises(RecordError, match="sampling must be JSON"):
-        encode_entry(replace(entry, sampling={"x": value}))
+        encode_entry(with_values(entry, sampling={"x": value}))
 
 
 def test_number_of_an_array_is_no_json_and_is_named() -> None:
     with pytest.raises(RecordError, match="max_tokens must be JSON"):
-        encode_entry(replace(sample_entry("r", "c"), max_tokens=np.int64(3)))  # type: ignore[arg-type]
+        encode_entry(with_values(sample_entry("r", "c"), max_tokens=np.int64(3)))  # type: ignore[arg-type]
 
 
 def test_array_of_objects_is_refused() -> None:
     experts = np.array([[[None]]], dtype=object)
     with pytest.raises(RecordError, match="routed_experts must be booleans, integers or floats: got dtype object"):
-        encode_entry(replace(sample_entry("r", "c"), routed_experts=experts))
+        encode_entry(with_values(sample_entry("r", "c"), routed_experts=experts))
 
 
 def test_newer_version_says_what_to_do() -> None:

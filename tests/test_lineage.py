@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import permutations
 
 import numpy as np
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolved
+from gym_capture.record_fields import with_values
 from gym_capture.records import (
     Continues,
     IdArray,
@@ -26,7 +26,9 @@ from gym_capture.records import (
     Unresolved,
     as_ids,
     digest_ids,
+    suffix_of,
 )
+from tests.calls import entry_of
 
 
 def call(
@@ -44,7 +46,7 @@ def call(
     """A whole record. `key` defaults to one of the call's own."""
     generated = as_ids(generation)
     ids = as_ids(np.concatenate((as_ids(prompt), generated)))
-    return TokenEntry(
+    return entry_of(
         rollout_id=rollout_id,
         model_call_id=call_id,
         model="policy",
@@ -68,7 +70,7 @@ def following(parent: TokenEntry, call_id: str, new: Sequence[int], generation: 
 def indexed(*entries: TokenEntry) -> LineageIndex:
     index = LineageIndex()
     for entry in entries:
-        assert index.add(entry.as_delta()) == ()
+        assert index.add(suffix_of(entry)) == ()
     return index
 
 
@@ -113,7 +115,7 @@ def test_agents_that_branch_from_one_call_all_continue_it() -> None:
     branches = [following(A, f"sub-{n}", [50 + n], [60 + n, 9]) for n in range(3)]
     for branch in branches:
         assert parent_of(index, "key of a") == "a"
-        index.add(branch.as_delta())
+        index.add(suffix_of(branch))
     for branch in branches:
         assert parent_of(index, "key of a", f"key of {branch.model_call_id}") == branch.model_call_id
         np.testing.assert_array_equal(index.cumulative_ids("r", branch.model_call_id), branch.cumulative_ids())
@@ -192,7 +194,7 @@ def test_delivery_tells_ids_apart_not_calls() -> None:
 
 
 def test_a_turn_with_its_stop_string_put_back_is_that_calls_turn() -> None:
-    stopped = replace(A, other_turn_keys={"a and its stop string": "stop_string_put_back"})
+    stopped = with_values(A, other_turn_keys={"a and its stop string": "stop_string_put_back"})
     index = indexed(stopped, B)
     assert parent_of(index, "a and its stop string") == "a"
     resolution = index.resolve("r", ("a and its stop string",))
@@ -204,12 +206,12 @@ def test_a_turn_with_its_stop_string_put_back_is_that_calls_turn() -> None:
     # Another call that said these very words, stop string included, is a rival like any other.
     rival = call("c", [1, 2, 3], [4, 8, 9], key="a and its stop string")
     assert indexed(stopped, rival).resolve("r", ("a and its stop string",)) == Unresolved("ambiguous")
-    aborted = replace(stopped, finish_reason="abort")
+    aborted = with_values(stopped, finish_reason="abort")
     assert indexed(aborted).resolve("r", ("a and its stop string",)) == Unresolved("no_match")
 
 
 def test_a_rewritten_turn_is_told_from_one_of_which_nothing_is_known() -> None:
-    asked = replace(A, asked_key="what a was asked")
+    asked = with_values(A, asked_key="what a was asked")
     for index in (indexed(asked), LineageIndex()):
         index.rebuild([asked])
         assert index.resolve("r", ("other",), ("what a was asked",)) == Unresolved("rewritten_turn")
@@ -217,7 +219,7 @@ def test_a_rewritten_turn_is_told_from_one_of_which_nothing_is_known() -> None:
         assert index.resolve("r", ("other",), ("something else",)) == Unresolved("no_match")
         assert index.resolve("r", ("other",)) == Unresolved("no_match")
         assert parent_of(index, "key of a") == "a"
-    cut_off = replace(asked, finish_reason="abort")
+    cut_off = with_values(asked, finish_reason="abort")
     assert indexed(cut_off).resolve("r", ("other",), ("what a was asked",)) == Unresolved("no_match"), (
         "a client has what it saw of a turn that was cut off, and rewrote nothing"
     )
@@ -242,7 +244,7 @@ def test_a_call_that_generated_nothing_is_no_parent_and_one_cut_off_is() -> None
 
 
 def test_imported_calls_without_a_key_own_no_turn() -> None:
-    index = indexed(replace(A, turn_key=None))
+    index = indexed(with_values(A, turn_key=None))
     assert index.resolve("r", ("key of a",)) == Unresolved("no_match")
     assert index.cumulative_ids("r", "a") is not None
 
@@ -259,7 +261,7 @@ def only(problems: tuple[RecordProblem, ...]) -> tuple[str, str | None, str | No
 def test_the_same_call_again_changes_nothing() -> None:
     index = indexed(A, B)
     before = index.nbytes("r")
-    assert index.add(A) == index.add(B) == index.add(B.as_delta()) == ()
+    assert index.add(A) == index.add(B) == index.add(suffix_of(B)) == ()
     assert index.nbytes("r") == before
     assert parent_of(index, "key of b") == "b"
 
@@ -268,7 +270,7 @@ def test_of_two_calls_with_one_id_the_first_stays() -> None:
     index = indexed(A, B)
     for other in (call("b", [1], [2]), following(A, "b", [5], [6, 8]), call("b", B.prompt_token_ids, [6, 9], key="k")):
         assert only(index.add(other)) == ("conflicting_call_id", "b", "model_call_id")
-        assert only(index.add(other.as_delta())) == ("conflicting_call_id", "b", "model_call_id")
+        assert only(index.add(suffix_of(other))) == ("conflicting_call_id", "b", "model_call_id")
     np.testing.assert_array_equal(index.cumulative_ids("r", "b"), B.cumulative_ids())
     assert index.resolve("r", ("k",)) == Unresolved("no_match")
 
@@ -277,22 +279,22 @@ def test_a_record_that_contradicts_its_digest_is_not_indexed() -> None:
     index = indexed(A)
     wrong = call("b", [*A.cumulative_ids(), 5], [6], parent=A, digest=digest_ids(as_ids([1])))
     assert only(index.add(wrong)) == ("digest_mismatch", "b", "digest")
-    assert only(index.add(wrong.as_delta())) == ("digest_mismatch", "b", "digest")
+    assert only(index.add(suffix_of(wrong))) == ("digest_mismatch", "b", "digest")
     assert index.resolve("r", ("key of b",)) == Unresolved("no_match")
-    assert index.add(B.as_delta()) == (), "and leaves the ids before it as they were"
+    assert index.add(suffix_of(B)) == (), "and leaves the ids before it as they were"
     np.testing.assert_array_equal(index.cumulative_ids("r", "b"), B.cumulative_ids())
     assert only(LineageIndex().add(call("x", [1], [2], digest="no"))) == ("digest_mismatch", "x", "digest")
 
 
 def test_a_delta_needs_a_parent_that_ends_where_it_begins() -> None:
     index = indexed(call("a", [1, 2], [3]))
-    assert only(index.add(B.as_delta())) == ("parent_length", "b", "prompt_offset")
-    assert only(LineageIndex().add(B.as_delta())) == ("parent_missing", "b", "parent")
+    assert only(index.add(suffix_of(B))) == ("parent_length", "b", "prompt_offset")
+    assert only(LineageIndex().add(suffix_of(B))) == ("parent_missing", "b", "parent")
 
 
 def test_a_refused_record_does_not_make_its_rollout_known() -> None:
     index = LineageIndex()
-    index.add(B.as_delta())
+    index.add(suffix_of(B))
     assert index.rollout_ids() == ()
     assert index.resolve("r", ("key of b",)) == Unresolved("unknown_rollout")
 
@@ -316,8 +318,8 @@ def test_ids_that_were_handed_out_stay_as_they_are() -> None:
     last = A
     for n in range(50):
         last = following(last, f"c{n}", [n], [n, n])
-        index.add(last.as_delta())
-    index.add(following(A, "branch", [77], [78]).as_delta())
+        index.add(suffix_of(last))
+    index.add(suffix_of(following(A, "branch", [77], [78])))
     assert handed_out.cumulative_ids.tolist() == [1, 2, 3, 4, 9]
     with pytest.raises(ValueError, match="read-only"):
         handed_out.cumulative_ids[0] = 5
@@ -347,7 +349,7 @@ def test_any_tree_of_calls_in_any_order_gives_its_ids_back(
     entries = tree(shape, system_ids=system_ids)
     index = LineageIndex()
     shuffled = data.draw(st.permutations(entries))
-    assert index.rebuild(entry.as_delta() if deltas else entry for entry in shuffled) == ()
+    assert index.rebuild(suffix_of(entry) if deltas else entry for entry in shuffled) == ()
     for entry in entries:
         ids = index.cumulative_ids("r", entry.model_call_id)
         np.testing.assert_array_equal(ids, entry.cumulative_ids())
@@ -359,7 +361,7 @@ def test_rebuild_names_what_it_had_to_leave_out_and_keeps_the_rest() -> None:
     orphan = following(lost, "orphan", [1], [1])
     grandchild = following(orphan, "grandchild", [1], [1])
     index = LineageIndex()
-    problems = index.rebuild([grandchild.as_delta(), orphan.as_delta(), B.as_delta(), A])
+    problems = index.rebuild([suffix_of(grandchild), suffix_of(orphan), suffix_of(B), A])
     assert {(problem.reason, problem.call_id) for problem in problems} == {
         ("parent_missing", "orphan"),
         ("parent_missing", "grandchild"),
@@ -393,7 +395,7 @@ def conversation_of(turns: int) -> list[TokenEntry]:
 
 def test_a_conversation_takes_little_more_than_its_ids() -> None:
     entries = conversation_of(40)
-    for stored in (entries, [entry.as_delta() for entry in entries]):
+    for stored in (entries, [suffix_of(entry) for entry in entries]):
         traced, own = traced_bytes_of_index(stored)
         assert traced <= 6 * entries[-1].cum_len + 1_000 * len(entries)
         assert own == pytest.approx(traced, rel=0.15)

@@ -15,8 +15,10 @@ from gym_capture.lineage import LineageIndex
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.operations import Begin, Clear, Commit, MarkDelivery
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import CallIntent, Continues, Root, TokenEntry, Unresolved, suffix_of
 from gym_capture.stores.memory import MemoryStore
+from gym_capture.suffixes import StoredRollout, stored_form
 from tests.calls import call
 
 ROLLOUTS = ("r1", "r2", "r3")
@@ -41,13 +43,13 @@ class Shard:
         self.reading = asyncio.Event()
         self.fails: StoreUnavailableError | None = None
 
-    async def read(self, rollout_id: str) -> Snapshot:
+    async def read(self, rollout_id: str) -> StoredRollout:
         snapshot = await self.store.freeze(rollout_id)
         self.reading.set()
         await self.gate.wait()
         if self.fails is not None:
             raise self.fails
-        return snapshot
+        return StoredRollout(stored_form(snapshot), snapshot.incomplete)
 
     async def put(self, entry: TokenEntry) -> None:
         intent = CallIntent(rollout_id=entry.rollout_id, model_call_id=entry.model_call_id, created_at=0.0)
@@ -67,7 +69,7 @@ class Shard:
 
 
 FIRST = call("a", [1, 2], [3], parent=Root(), turn_key="k1")
-SECOND = call("b", [1, 2, 3, 4], [5], parent=Continues("a", 3), turn_key="k2").as_delta()
+SECOND = suffix_of(call("b", [1, 2, 3, 4], [5], parent=Continues("a", 3), turn_key="k2"))
 
 
 def test_rollouts_that_do_not_fit_together_are_all_answered() -> None:
@@ -146,7 +148,7 @@ def test_what_was_recorded_while_the_rollout_is_read_back_is_not_open() -> None:
 def test_a_rewritten_turn_is_known_after_an_eviction() -> None:
     async def run() -> None:
         shard = Shard(max_bytes=TINY)
-        await shard.put(replace(FIRST, asked_key="asked"))
+        await shard.put(with_values(FIRST, asked_key="asked"))
         for _ in range(2):
             resolution, _ = await shard.cache.resolve("r1", ("rewritten",), ("asked",))
             assert resolution == Unresolved("rewritten_turn")
@@ -176,9 +178,9 @@ def operations(draw: st.DrawFn) -> list[tuple[object, ...]]:
                 entry = call(f"c{number}", prompt, generation, parent=Continues(parent.model_call_id, parent.cum_len))
             else:
                 entry = call(f"c{number}", [1], generation, parent=Root())
-            entry = replace(entry, rollout_id=name, turn_key=key)
+            entry = with_values(entry, rollout_id=name, turn_key=key)
             calls.append(entry)
-            made.append(("put", entry.as_delta() if draw(st.booleans()) else entry))
+            made.append(("put", suffix_of(entry) if draw(st.booleans()) else entry))
         elif what == "mark" and calls:
             made.append(("mark", name, draw(st.sampled_from(calls)).model_call_id, draw(st.booleans())))
         elif what == "clear":
@@ -308,7 +310,7 @@ def test_what_is_being_read_of_a_retired_attempt_is_thrown_away() -> None:
         late = asyncio.ensure_future(shard.put(SECOND))
         await asyncio.sleep(0)
         await shard.clear("r1")
-        await shard.put(replace(FIRST, model_call_id="new", turn_key="k3"))
+        await shard.put(with_values(FIRST, model_call_id="new", turn_key="k3"))
         shard.gate.set()
         assert await asking == Unresolved("no_match")
         await late

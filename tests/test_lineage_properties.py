@@ -28,7 +28,8 @@ from gym_capture.conversation import (
 from gym_capture.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.lineage import LineageIndex
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import Continues, Root, TokenEntry, Unresolved, as_ids, digest_ids
+from gym_capture.records import Continues, Root, TokenEntry, Unresolved, as_ids, digest_ids, suffix_of
+from tests.calls import entry_of
 
 # --- the oracle ------------------------------------------------------------------------------------------------------
 
@@ -65,7 +66,7 @@ def expected(calls: list[Recorded], request: Conversation) -> Resolution:
 
 
 def can_be_continued(entry: TokenEntry) -> bool:
-    return entry.finish_reason in ("stop", "length", "tool_calls") and entry.generation_token_ids.size > 0
+    return entry.reply.finish_reason in ("stop", "length", "tool_calls") and entry.generation_token_ids.size > 0
 
 
 def whole(call: Recorded) -> Conversation:
@@ -274,12 +275,12 @@ def test_an_answer_is_the_one_that_comparing_item_by_item_gives(data: st.DataObj
         assert_same(answer, expected(rollouts[rollout_id], request))
 
         entry = generated(rollout_id, f"c{draw(st.integers(0, 9))}-{number}", answer, fingerprint.key_with(turn), draw)
-        assert index.add(entry.as_delta()) == ()
+        assert index.add(suffix_of(entry)) == ()
         rollouts[rollout_id].append(Recorded(entry, request, turn))
         previous[rollout_id] = fingerprint if draw(st.booleans()) else None
 
     rebuilt = LineageIndex()
-    records = [call.entry.as_delta() for calls in rollouts.values() for call in calls]
+    records = [suffix_of(call.entry) for calls in rollouts.values() for call in calls]
     assert rebuilt.rebuild(draw(st.permutations(records))) == ()
     for rollout_id, request in asked:
         answer = rebuilt.resolve(rollout_id, fingerprinter.fingerprint(request).turn_keys)
@@ -293,7 +294,7 @@ def generated(
     parent = answer.cumulative_ids.tolist() if isinstance(answer, Resolved) else []
     prompt = [*parent, *draw(st.lists(st.integers(1, 2), min_size=0 if parent else 1, max_size=2))]
     generation = draw(st.lists(st.integers(1, 2), max_size=1) | st.just([1]) | st.just([2]))
-    return TokenEntry(
+    return entry_of(
         rollout_id=rollout_id,
         model_call_id=call_id,
         model="policy",

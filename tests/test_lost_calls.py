@@ -20,6 +20,7 @@ from gym_capture.codec import decode_intent, decode_snapshot, encode_intent, enc
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import open_files
 from gym_capture.operations import Begin, Commit, MarkDelivery
+from gym_capture.record_fields import with_values
 from gym_capture.record_rows import rollout_row
 from gym_capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.rollout_state import Begun, Committed, DeliveryKnown, Event, RolloutState
@@ -113,7 +114,9 @@ def test_several_tries_may_be_lost() -> None:
             SENT,
             id="by a call that was lost, too",
         ),
-        pytest.param((A, B, LOST_FIRST), (replace(FIRST, finish_reason="abort"), SECOND), id="the answer was cut off"),
+        pytest.param(
+            (A, B, LOST_FIRST), (with_values(FIRST, finish_reason="abort"), SECOND), id="the answer was cut off"
+        ),
         pytest.param((A, B, LOST_FIRST), (SECOND,), id="the answer's own record is lost"),
         pytest.param((A, B, replace(LOST_FIRST, request_key="")), SENT, id="an old intent: not said what for"),
         pytest.param((A, replace(B, request_key="", answer_key=""), LOST_FIRST), SENT, id="an old intent beside it"),
@@ -136,7 +139,7 @@ def test_what_is_not_proven_masks(intents: tuple[CallIntent, ...], entries: tupl
 @pytest.mark.parametrize("origin", ["added", "no_match", "rewritten_turn", "unknown_rollout"])
 def test_nothing_is_proven_where_a_request_echoes_turns_of_unknown_origin(origin: str, tmp_path: Path) -> None:
     """One of them could be what a lost call said: its request's own intent tells the latest turn only."""
-    added = replace(
+    added = with_values(
         call("c", [1, 2, 3, 9, 4, 5, 9, 6], [7, 9], parent=Continues("b", 7), turn_key=key("said c")),
         normalized=("turns_added",),
     )
@@ -148,7 +151,7 @@ def test_nothing_is_proven_where_a_request_echoes_turns_of_unknown_origin(origin
     with open_files("nemo-gym", tmp_path / "out") as files:
         files.add(shown)
     assert build(read_rollout(tmp_path / "out", "r1"), ALL_CHAINS).masked
-    of_known = (FIRST, SECOND, replace(added, normalized=()))
+    of_known = (FIRST, SECOND, with_values(added, normalized=()))
     assert build(frozen(A, B, LOST_FIRST, third, entries=of_known), ALL_CHAINS).mask_reasons == ()
 
 
@@ -227,7 +230,7 @@ def conversations(draw: st.DrawFn) -> list[Sampled]:
             intent = replace(again.intent, model_call_id=name, request_digest=body)
             prompt, parent = again.entry.prompt_token_ids.tolist(), again.entry.parent
         elif before is not None:
-            answer = before.entry.turn_key or ""
+            answer = before.entry.keys.turn_key or ""
             intent = replace(A, model_call_id=name, request_key=key(f"asks {number}"), request_digest=name)
             intent = replace(intent, asked_key=before.intent.request_key, answer_key=answer)
             prompt, parent = [*before.entry.cumulative_ids().tolist(), 7], Continues(*_end(before.entry))

@@ -9,6 +9,7 @@ import pytest
 
 from gym_capture.errors import RecordError
 from gym_capture.records import TokenEntry, delivered_by, not_a_turn
+from tests.calls import entry_of
 
 
 def entry(**fields: Any) -> TokenEntry:
@@ -23,7 +24,7 @@ def entry(**fields: Any) -> TokenEntry:
         "generation_log_probs": [-0.5, -0.25],
         "parent": None,
     }
-    return TokenEntry(**{**made, **fields})
+    return entry_of(**{**made, **fields})
 
 
 def test_plain_lists_are_as_good_as_arrays() -> None:
@@ -84,7 +85,7 @@ def test_rounding_may_take_a_log_probability_above_0() -> None:
     ],
 )
 def test_the_limit_that_was_asked_for_is_found_wherever_it_is_recorded(fields: Any, limit: int | None) -> None:
-    assert entry(**fields).asked_max_tokens == limit
+    assert entry(**fields).request.asked_max_tokens == limit
 
 
 @pytest.mark.parametrize(

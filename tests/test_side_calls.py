@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from gym_capture.records import Root, TokenEntry
 from gym_capture.side_calls import SideCallRules, side_calls
+from tests.calls import entry_of
 
 
 def call(requested_model: str, generated: int, **fields: Any) -> TokenEntry:
-    return TokenEntry(
+    return entry_of(
         **{
             "rollout_id": "r1",
             "model_call_id": "c",

@@ -36,7 +36,7 @@ import pyarrow.fs
 from gym_capture.codec import decode_intent, decode_or_problem, peek_entry, with_delivery
 from gym_capture.errors import RecordError, StoreUnavailableError
 from gym_capture.operations import Operation
-from gym_capture.records import RecordProblem, Snapshot, TokenEntry
+from gym_capture.records import RecordProblem, Snapshot
 from gym_capture.rollout_state import (
     Abandoned,
     Begun,
@@ -48,6 +48,7 @@ from gym_capture.rollout_state import (
     Retired,
 )
 from gym_capture.stores.rollout_states import Prepared, RolloutStates, prepared
+from gym_capture.suffixes import complete
 
 _T = TypeVar("_T")
 
@@ -116,9 +117,12 @@ class FsStore:
             else decode_or_problem(payload, call_id=call_id)
             for name, call_id, payload in zip(names, call_ids, payloads, strict=True)
         ]
+        records = (each for each in read if not isinstance(each, RecordProblem))
+        entries, orphans = complete(with_delivery(records, delivery))
         return replace(
             snapshot,
-            entries=with_delivery((each for each in read if isinstance(each, TokenEntry)), delivery),
+            entries=entries,
+            orphans=orphans,
             problems=(*snapshot.problems, *(each for each in read if isinstance(each, RecordProblem))),
         )
 

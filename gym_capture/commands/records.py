@@ -252,12 +252,12 @@ def _with_progress(snapshots: Iterator[Snapshot], total: int, what: str) -> Iter
 def _row(snapshot: Snapshot) -> dict[str, Any]:
     return {
         "rollout_id": snapshot.rollout_id,
-        "calls": len(snapshot.entries),
-        "generated_ids": sum(int(entry.generation_token_ids.size) for entry in snapshot.entries),
+        "calls": len(snapshot.records),
+        "generated_ids": sum(int(entry.generation_token_ids.size) for entry in snapshot.records),
         "version": snapshot.version,
         "incomplete": snapshot.incomplete,
         "problems": [asdict(problem) for problem in snapshot.problems],
-        "last_call_at": max((entry.created_at for entry in snapshot.entries), default=0.0) or None,
+        "last_call_at": max((entry.created_at for entry in snapshot.records), default=0.0) or None,
     }
 
 

@@ -35,7 +35,8 @@ from gym_capture.errors import (
 )
 from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
-from gym_capture.records import Continues, LostCall
+from gym_capture.record_fields import with_values
+from gym_capture.records import Continues, LostCall, suffix_of
 
 # --- reading back what was written -------------------------------------------------------------------------------
 
@@ -56,22 +57,22 @@ async def entry_comes_back_whole(store: Store) -> None:
     expect_clean(snapshot)
 
 
-async def deltas_come_back(store: Store) -> None:
-    """A call that continues another is read back, put whole or as a delta."""
+async def suffixes_come_back(store: Store) -> None:
+    """A call that continues another is read back whole, put whole or as a suffix."""
     first, epoch = await run_call(store, "r", "c1")
     whole = sample_entry("r", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", first.cum_len))
-    delta = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len)).as_delta()
-    for entry in (whole, delta):
-        await begin(store, "r", entry.model_call_id)
-        await store.write(Commit(entry, epoch=epoch))
-    expect_entries(await store.freeze("r"), first, whole, delta)
+    other = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len))
+    for record in (whole, suffix_of(other)):
+        await begin(store, "r", record.model_call_id)
+        await store.write(Commit(record, epoch=epoch))
+    expect_entries(await store.freeze("r"), first, whole, other)
 
 
 async def strange_text_comes_back(store: Store) -> None:
     """Text that a model or a client can produce comes back exactly: half an emoji, control characters, any script."""
     for index, text in enumerate(("\ud83d", "a\0b\x1b\u2028", "😀 日本 \udc80", "", '"\\')):
         epoch = await begin(store, f"r{index}", "c")
-        entry = replace(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
+        entry = with_values(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
         await store.write(Commit(entry, epoch=epoch))
         expect_entries(await store.freeze(f"r{index}"), entry)
 
@@ -79,7 +80,7 @@ async def strange_text_comes_back(store: Store) -> None:
 async def engine_arrays_come_back(store: Store) -> None:
     """Arrays of the engine beside the ids keep their dtype and shape."""
     epoch = await begin(store, "r", "c")
-    entry = replace(
+    entry = with_values(
         sample_entry("r", "c"),
         routed_experts=np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2),
         sampling_mask=np.array([[True, False], [False, True]]),
@@ -92,7 +93,7 @@ async def empty_generation_comes_back(store: Store) -> None:
     """A call that generated nothing has a record too."""
     epoch = await begin(store, "r", "c")
     empty = sample_entry("r", "c", generation=())
-    entry = replace(empty, finish_reason="abort", output_items=(), token_item_index=None)
+    entry = with_values(empty, finish_reason="abort", output_items=(), token_item_index=None)
     await store.write(Commit(entry, epoch=epoch))
     expect_entries(await store.freeze("r"), entry)
 
@@ -459,7 +460,7 @@ CHECKS: Final[Mapping[str, Check]] = {
     for check in (
         unknown_rollout_is_empty,
         entry_comes_back_whole,
-        deltas_come_back,
+        suffixes_come_back,
         strange_text_comes_back,
         engine_arrays_come_back,
         empty_generation_comes_back,

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Final, Protocol, TypeAlias
 
 import numpy as np
@@ -30,7 +29,9 @@ from gym_capture.errors import ConflictingCallError
 from gym_capture.operations import Clear, Commit, Drop
 from gym_capture.protocols import LineageStore, Resolution, Resolved
 from gym_capture.reasons import RequestRule, UnresolvedReason
-from gym_capture.records import Continues, Root, TokenEntry, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import Continues, Root, TokenEntry, Unresolved, suffix_of
+from gym_capture.suffixes import StoredRecord
 
 
 class StoreWithLineage(Store, LineageStore, Protocol):
@@ -78,13 +79,13 @@ async def recorded_call_is_resolved(store: StoreWithLineage) -> None:
     _expect_parent(await store.resolve("r", _keys(entry)), entry, turn=0)
 
 
-async def ids_of_deltas_are_whole(store: StoreWithLineage) -> None:
-    """A call that was put as a delta is continued from its whole prompt and generation, however long the chain."""
+async def ids_of_suffixes_are_whole(store: StoreWithLineage) -> None:
+    """A call that was put as a suffix is continued from its whole prompt and generation, however long the chain."""
     entry, epoch = await run_call(store, "r", "c0")
     turns = [entry]
     for number in range(1, 6):
         entry = _following(entry, f"c{number}", new=(7, number), generation=(40 + number, 9))
-        await _record(store, entry.as_delta(), epoch)
+        await _record(store, suffix_of(entry), epoch)
         turns.append(entry)
         _expect_parent(await store.resolve("r", _keys(*turns)), entry, turn=number)
 
@@ -101,9 +102,11 @@ async def latest_known_turn_decides(store: StoreWithLineage) -> None:
 
 async def turn_may_be_handed_back_otherwise(store: StoreWithLineage) -> None:
     """A call owns its turn as some clients hand it back, too; the answer names the rule."""
-    entry = replace(sample_entry("r", "c"), other_turn_keys={"with the stop string": RequestRule.STOP_STRING_PUT_BACK})
+    entry = with_values(
+        sample_entry("r", "c"), other_turn_keys={"with the stop string": RequestRule.STOP_STRING_PUT_BACK}
+    )
     await _record(store, entry, await begin(store, "r", "c"))
-    for key, rule in ((entry.turn_key or "", None), ("with the stop string", RequestRule.STOP_STRING_PUT_BACK)):
+    for key, rule in ((entry.keys.turn_key or "", None), ("with the stop string", RequestRule.STOP_STRING_PUT_BACK)):
         resolution = await store.resolve("r", (key,))
         _expect_parent(resolution, entry, turn=0)
         expect_equal(resolution.rule if isinstance(resolution, Resolved) else "", rule, "rule")
@@ -132,7 +135,7 @@ async def never_across_rollouts(store: StoreWithLineage) -> None:
     """The same conversation in two rollouts is two conversations: neither gets the other's ids."""
     mine, _ = await run_call(store, "mine", "c")
     _expect_unresolved(await store.resolve("other", _keys(mine)), "before the other rollout has a call")
-    theirs = replace(sample_entry("other", "c", prompt=(8, 8), generation=(8,)), turn_key=mine.turn_key)
+    theirs = with_values(sample_entry("other", "c", prompt=(8, 8), generation=(8,)), turn_key=mine.keys.turn_key)
     await _record(store, theirs, await begin(store, "other", "c"))
     _expect_parent(await store.resolve("mine", _keys(mine)), mine, turn=0)
     _expect_parent(await store.resolve("other", _keys(mine)), theirs, turn=0)
@@ -142,7 +145,7 @@ async def different_ids_are_ambiguous(store: StoreWithLineage) -> None:
     """Two calls that own a turn and differ in ids: `Unresolved("ambiguous")`, also where an earlier turn is clear."""
     root, epoch = await run_call(store, "r", "c0")
     one = _following(root, "c1", generation=(50,))
-    two = replace(_following(root, "c2", generation=(51,)), turn_key=one.turn_key)
+    two = with_values(_following(root, "c2", generation=(51,)), turn_key=one.keys.turn_key)
     for entry in (one, two):
         await _record(store, entry, epoch)
     expect_equal(await store.resolve("r", _keys(root, one)), Unresolved(UnresolvedReason.AMBIGUOUS), "resolution")
@@ -152,7 +155,7 @@ async def different_ids_are_ambiguous(store: StoreWithLineage) -> None:
 async def equal_ids_are_interchangeable(store: StoreWithLineage) -> None:
     """Of calls that own a turn and have the same ids, the smallest call id stands for all."""
     _, epoch = await run_call(store, "r", "other")
-    entries = [replace(sample_entry("r", call_id), turn_key="shared") for call_id in ("b", "a", "c")]
+    entries = [with_values(sample_entry("r", call_id), turn_key="shared") for call_id in ("b", "a", "c")]
     for entry in entries:
         await _record(store, entry, epoch)
     _expect_parent(await store.resolve("r", ("shared",)), entries[1], turn=0)
@@ -161,7 +164,7 @@ async def equal_ids_are_interchangeable(store: StoreWithLineage) -> None:
 async def refused_put_changes_nothing(store: StoreWithLineage) -> None:
     """A put that was refused is no parent: the first record of the call stays what it is continued from."""
     entry, epoch = await run_call(store, "r", "c")
-    other = replace(sample_entry("r", "c", generation=(60, 61)), turn_key="key of the refused")
+    other = with_values(sample_entry("r", "c", generation=(60, 61)), turn_key="key of the refused")
     await expect_error(store.write(Commit(other, epoch=epoch)), ConflictingCallError, "a conflicting put")
     _expect_parent(await store.resolve("r", _keys(entry)), entry, turn=0)
     _expect_unresolved(await store.resolve("r", _keys(other)), "the refused record's turn")
@@ -192,7 +195,7 @@ async def put_is_visible_when_acknowledged(store: StoreWithLineage) -> None:
         for number in range(1, 5):
             _expect_parent(await store.resolve(rollout_id, _keys(*turns)), entry, turn=number - 1)
             entry = _following(entry, f"c{number}")
-            await _record(store, entry.as_delta(), epoch)
+            await _record(store, suffix_of(entry), epoch)
             turns.append(entry)
 
     await asyncio.gather(*(play(f"r{number}") for number in range(12)))
@@ -202,7 +205,7 @@ async def lineage_survives_a_restart(store: StoreWithLineage, reopen: LineageReo
     """After a restart recorded calls are continued as before, and what was dropped is still forgotten."""
     first, epoch = await run_call(store, "r", "c1")
     second = _following(first, "c2")
-    await _record(store, second.as_delta(), epoch)
+    await _record(store, suffix_of(second), epoch)
     gone, _ = await run_call(store, "gone", "c")
     snapshot = await store.freeze("gone")
     await store.write(Drop("gone", snapshot.snapshot_id, snapshot.version))
@@ -210,13 +213,13 @@ async def lineage_survives_a_restart(store: StoreWithLineage, reopen: LineageReo
     _expect_parent(await store.resolve("r", _keys(first, second)), second, turn=1)
     _expect_unresolved(await store.resolve("gone", _keys(gone)), "a dropped rollout")
     third = _following(second, "c3")
-    await _record(store, third.as_delta(), await begin(store, "r", "c3"))
+    await _record(store, suffix_of(third), await begin(store, "r", "c3"))
     _expect_parent(await store.resolve("r", _keys(first, second, third)), third, turn=2)
     await store.close()
 
 
 def _keys(*entries: TokenEntry) -> Sequence[str]:
-    return tuple(entry.turn_key or "" for entry in entries)
+    return tuple(entry.keys.turn_key or "" for entry in entries)
 
 
 def _following(
@@ -233,7 +236,7 @@ def _following(
     )
 
 
-async def _record(store: StoreWithLineage, entry: TokenEntry, epoch: int) -> None:
+async def _record(store: StoreWithLineage, entry: StoredRecord, epoch: int) -> None:
     await begin(store, entry.rollout_id, entry.model_call_id)
     await store.write(Commit(entry, epoch=epoch))
 
@@ -257,7 +260,7 @@ LINEAGE_CHECKS: Final[Mapping[str, LineageCheck]] = {
     for check in (
         no_turns_is_a_root,
         recorded_call_is_resolved,
-        ids_of_deltas_are_whole,
+        ids_of_suffixes_are_whole,
         latest_known_turn_decides,
         turn_may_be_handed_back_otherwise,
         branches_share_their_parent,

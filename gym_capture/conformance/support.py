@@ -12,7 +12,19 @@ from gym_capture.codec import encode_entry
 from gym_capture.errors import GymCaptureError, RetiredRolloutError
 from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete
 from gym_capture.protocols import RecordStore
-from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
+from gym_capture.records import (
+    CallIntent,
+    CallReply,
+    CallRequest,
+    Parent,
+    PolicyTrace,
+    Root,
+    Snapshot,
+    TokenEntry,
+    TurnKeys,
+    WeightSpan,
+    digest_ids,
+)
 
 Store: TypeAlias = RecordStore
 """What the suite tests."""
@@ -42,22 +54,27 @@ def sample_entry(
     return TokenEntry(
         rollout_id=rollout_id,
         model_call_id=call_id,
-        model="policy",
-        requested_model="some-model",
-        has_tools=True,
         prompt_token_ids=prompt_ids,
         generation_token_ids=generated_ids,
         generation_log_probs=np.linspace(-0.5, -1.5, len(generation), dtype=np.float32),
         parent=Root() if parent is None else parent,
-        output_items=({"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},),
-        token_item_index=0,
-        turn_key=f"key of {call_id}",
         digest=digest_ids(prompt_ids, generated_ids),
-        finish_reason="stop",
-        weight_versions=(WeightSpan(0, len(generation), "1"),),
-        sampling={"temperature": 1.0, "top_p": 1.0},
-        max_tokens=100,
         created_at=1_700_000_000.25,
+        request=CallRequest(
+            requested_model="some-model",
+            has_tools=True,
+            sampling={"temperature": 1.0, "top_p": 1.0},
+            max_tokens=100,
+        ),
+        reply=CallReply(
+            output_items=(
+                {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": text}]},
+            ),
+            token_item_index=0,
+            finish_reason="stop",
+        ),
+        keys=TurnKeys(turn_key=f"key of {call_id}"),
+        policy=PolicyTrace(model="policy", weight_versions=(WeightSpan(0, len(generation), "1"),)),
     )
 
 
@@ -80,9 +97,10 @@ async def expect_error(operation: Awaitable[object], error: type[GymCaptureError
 
 
 def expect_entries(snapshot: Snapshot, *expected: TokenEntry) -> None:
-    """The snapshot has these entries, bit for bit, in any order, each whole or as a delta."""
-    got = {entry.model_call_id: encode_entry(entry.as_delta()) for entry in snapshot.entries}
-    want = {entry.model_call_id: encode_entry(entry.as_delta()) for entry in expected}
+    """The snapshot has these entries, whole, bit for bit, in any order."""
+    got = {entry.model_call_id: encode_entry(entry) for entry in snapshot.entries}
+    want = {entry.model_call_id: encode_entry(entry) for entry in expected}
+    expect_equal([suffix.model_call_id for suffix in snapshot.orphans], [], "calls without their whole prompts")
     expect_equal(len(snapshot.entries), len(expected), "number of entries")
     expect_equal(sorted(got), sorted(want), "recorded calls")
     for call_id, encoded in want.items():

@@ -234,7 +234,7 @@ def summarize(
         group_id=shown_id(request.group_id),
         masked=bool(mask_reasons),
         mask_reasons=mask_reasons,
-        missing=not (snapshot.entries or snapshot.incomplete or snapshot.problems),
+        missing=not (snapshot.records or snapshot.incomplete or snapshot.problems),
         trajectories=len(built.trajectories),
         token_ids=sum(int(trajectory.token_ids.size) for trajectory in built.trajectories),
         generated_tokens_captured=built.counts.generated_tokens_captured,

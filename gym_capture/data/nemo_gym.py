@@ -6,9 +6,9 @@ never an exception, never a repaired record, and never another rollout's concern
 
 Flow: `read_directory` finds the rollouts -> for each, `read_rollout` reads the lines of `<rollout>.tokens.jsonl`
 (`token_lines`, schema versions 1 to 5) -> works out where deltas begin, whatever order the lines are in -> makes the
-entries -> checks their digests -> adds what the files beside it say of lost calls: `.tokens.incomplete` (ids of calls
-that were not recorded), `.tokens.intents` (ids of calls that were about to run, `-<id>` once they were called off) and
-`.tokens.state.json`. `.tokens.lock` holds nothing.
+records -> checks their digests -> makes them whole (`suffixes`) -> adds what the files beside it say of lost calls:
+`.tokens.incomplete` (ids of calls that were not recorded), `.tokens.intents` (ids of calls that were about to run,
+`-<id>` once they were called off) and `.tokens.state.json`. `.tokens.lock` holds nothing.
 
 Their digest begins with the number of ids, so it cannot be carried on from call to call: checking hashes each call's
 whole length, which is the one thing here that is not linear in the ids stored.
@@ -19,7 +19,7 @@ from __future__ import annotations
 import hashlib
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,8 +30,10 @@ from pydantic import BaseModel, ConfigDict
 from gym_capture.data.token_lines import NEWEST_SCHEMA_VERSION, Header, LineReader, Record, problem, strict_json
 from gym_capture.errors import InvalidRolloutIdError, RecordError, StoreError
 from gym_capture.reasons import CaptureMark, ProblemReason, UnresolvedReason, join_reason
+from gym_capture.record_fields import FIELDS, Kind, parts
 from gym_capture.records import (
     Continues,
+    EntrySuffix,
     IdArray,
     LostCall,
     Parent,
@@ -45,6 +47,7 @@ from gym_capture.records import (
     id_bytes,
 )
 from gym_capture.regular_files import read_regular
+from gym_capture.suffixes import StoredRecord, complete, prompt_part
 
 __all__ = [
     "NEWEST_SCHEMA_VERSION",
@@ -125,17 +128,18 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
             records.append(parsed)
 
     lengths = _Lengths([record for record in records if record.header.rollout_id == rollout_id])
-    entries: list[TokenEntry] = []
+    made_records: list[StoredRecord] = []
     digests: list[str | None] = []
     for record in records:
         made = _entry(record, lengths)
         if isinstance(made, RecordProblem):
             problems.append(made)
         else:
-            entries.append(made)
+            made_records.append(made)
             digests.append(record.header.digest)
             problems += _contradictions(record.header, made)
-    problems += _digest_problems(rollout_id, entries, digests)
+    problems += _digest_problems(rollout_id, made_records, digests)
+    entries, orphans = complete(made_records)
 
     state = _state(f"{base}{_STATE}", problems)
     incomplete = _incomplete(base, problems, marked=state.incomplete)
@@ -147,7 +151,8 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
         rollout_id=shown_id(rollout_id),
         snapshot_id=state.snapshot_id or content.hexdigest(),
         version=state.version,
-        entries=tuple(entries),
+        entries=entries,
+        orphans=orphans,
         incomplete=tuple(dict.fromkeys(incomplete)),
         problems=tuple(problems),
         lost_calls=tuple(
@@ -210,48 +215,36 @@ class _Lengths:
         return self._known.get(call_id)
 
 
-def _entry(record: Record, lengths: _Lengths) -> TokenEntry | RecordProblem:
+def _entry(record: Record, lengths: _Lengths) -> StoredRecord | RecordProblem:
     header = record.header
-    offset = 0
     try:
         parent = _parent(header)
         if isinstance(parent, Continues):
             parent_len = lengths.of(parent.call_id)
             if header.prompt_is_delta:
-                offset = (parent_len or 0) if header.cum_len is None else header.cum_len - record.stored_len
-                if offset <= 0:
+                parent_len = (parent_len or 0) if header.cum_len is None else header.cum_len - record.stored_len
+                if parent_len <= 0:
                     raise _error(header, "cum_len", "a delta has to say, or its parent has to show, where it begins")
-                parent_len = offset
             parent = Continues(parent.call_id, parent_len or 0)
         elif header.prompt_is_delta:
             raise _error(header, "prompt_is_delta", "a delta needs a parent to be a delta of")
-        items, carrier = _output_items(header)
-        return TokenEntry(
-            rollout_id=header.rollout_id,
-            model_call_id=header.model_call_id,
-            model=header.model or "",
-            requested_model=header.requested_model or "",
-            has_tools=bool(header.has_tools),
-            prompt_token_ids=record.prompt_token_ids,
-            prompt_offset=offset,
-            generation_token_ids=record.generation_token_ids,
-            generation_log_probs=record.generation_log_probs,
-            parent=parent,
-            output_items=items,
-            token_item_index=carrier,
-            turn_key=header.turn_key,
-            finish_reason=header.finish_reason,
-            stop_reason=None if header.stop_reason is None else str(header.stop_reason),
-            delivered=header.delivered,
-            prefix_requested=bool(header.prefix_requested),
-            prefix_supplied=bool(header.prefix_supplied),
-            weight_versions=_weight_versions(header),
-            sampling=header.sampling or {},
-            max_tokens=header.max_tokens,
-            routed_experts=_rows(header, "routed_experts", header.routed_experts),
-            sampling_mask=_rows(header, "sampling_mask", header.sampling_mask),
-            created_at=header.created_at or 0.0,
+        said = header.values
+        values = {name: read(header, name, said[name]) for name, read in _READERS.items() if said[name] is not None}
+        values["output_items"], values["token_item_index"] = _output_items(
+            header, said["output_items"] or [], said["token_item_index"]
         )
+        made = parts(
+            {
+                **values,
+                "generation_token_ids": record.generation_token_ids,
+                "generation_log_probs": record.generation_log_probs,
+                "parent": parent,
+                "turn_key": header.turn_key,
+            }
+        )
+        if header.prompt_is_delta:
+            return EntrySuffix(new_prompt_ids=record.prompt_token_ids, **made)
+        return TokenEntry(prompt_token_ids=record.prompt_token_ids, **made)
     except RecordError as error:
         return problem(ProblemReason.MALFORMED_RECORD, header.model_call_id, error.field, error.message)
     except InvalidRolloutIdError as error:
@@ -274,10 +267,10 @@ def _parent(header: Header) -> Parent | None:
     return None
 
 
-def _output_items(header: Header) -> tuple[tuple[Mapping[str, Any], ...], int | None]:
+def _output_items(
+    header: Header, items: Sequence[Mapping[str, Any]], carrier: int | None
+) -> tuple[tuple[Mapping[str, Any], ...], int | None]:
     """The items without the token arrays that old writers left on them, and which of them carries the generation."""
-    items = header.output_items or []
-    carrier = header.token_item_index
     if carrier is None:
         carriers = [index for index, item in enumerate(items) if item.get("generation_token_ids") is not None]
         carrier = carriers[-1] if carriers else None
@@ -290,26 +283,24 @@ def _output_items(header: Header) -> tuple[tuple[Mapping[str, Any], ...], int | 
     return tuple(kept), carrier
 
 
-def _weight_versions(header: Header) -> tuple[WeightSpan, ...]:
+def _spans(header: Header, field: str, value: Sequence[Any]) -> tuple[WeightSpan, ...]:
     spans: list[WeightSpan] = []
-    for span in header.weight_versions or ():
+    for span in value:
         match span:
             case {"start": start, "end": end, "version": version} | [start, end, version]:
                 pass
             case _:
-                raise _error(header, "weight_versions", f"must be spans of start, end and version: got {span!r}")
+                raise _error(header, field, f"must be spans of start, end and version: got {span!r}")
         # Types as they are: in patterns, and to `isinstance`, true is an integer.
         if not (type(start) is type(end) is int and type(version) in (str, int)):
-            raise _error(header, "weight_versions", f"must be integers, and a version: got {span!r}")
+            raise _error(header, field, f"must be integers, and a version: got {span!r}")
         spans.append(WeightSpan(start, end, str(version)))
     return tuple(spans)
 
 
-def _rows(header: Header, field: str, value: list[Any] | None) -> npt.NDArray[Any] | None:
-    if value is None:
-        return None
+def _rows(header: Header, field: str, value: list[Any]) -> npt.NDArray[Any]:
     try:
-        rows = np.array(value)
+        rows: npt.NDArray[Any] = np.array(value)
     except ValueError as error:
         raise _error(header, field, str(error)) from None
     if rows.dtype.kind not in "iub":
@@ -317,6 +308,33 @@ def _rows(header: Header, field: str, value: list[Any] | None) -> npt.NDArray[An
     if rows.dtype.kind != "b" and _has_bool(value):
         raise _error(header, field, "must be integers: got a truth value among them")
     return rows
+
+
+def _as_it_is(_: Header, __: str, value: Any) -> Any:
+    return value
+
+
+def _as_text(_: Header, __: str, value: object) -> str:
+    return str(value)
+
+
+_FROM_LINES: Final[Mapping[Kind, Callable[[Header, str, Any], Any]]] = {
+    Kind.TEXT: _as_it_is,
+    Kind.OPTIONAL_TEXT: _as_text,  # a stop reason may be the id of a token
+    Kind.FLAG: _as_it_is,
+    Kind.OPTIONAL_FLAG: _as_it_is,
+    Kind.OPTIONAL_COUNT: _as_it_is,
+    Kind.TIME: _as_it_is,
+    Kind.OBJECT: _as_it_is,
+    Kind.NAMES: lambda _, __, value: tuple(value),
+    Kind.RULES_BY_KEY: _as_it_is,
+    Kind.SPANS: _spans,
+    Kind.TENSOR: _rows,
+}
+"""What a value of a line becomes. Ids, parents and output items are read together with other fields."""
+_READERS: Final = {
+    field.name: _FROM_LINES[field.kind] for field in FIELDS if field.in_nemo_gym and field.kind in _FROM_LINES
+}
 
 
 def _has_bool(values: list[Any]) -> bool:
@@ -328,7 +346,7 @@ def _has_bool(values: list[Any]) -> bool:
 # --- what contradicts a record -------------------------------------------------------------------------------------
 
 
-def _contradictions(header: Header, entry: TokenEntry) -> list[RecordProblem]:
+def _contradictions(header: Header, entry: StoredRecord) -> list[RecordProblem]:
     if header.cum_len is None or header.cum_len == entry.cum_len:
         return []
     detail = f"must be the length of prompt and generation: got {header.cum_len}, expected {entry.cum_len}"
@@ -336,7 +354,7 @@ def _contradictions(header: Header, entry: TokenEntry) -> list[RecordProblem]:
 
 
 def _digest_problems(
-    rollout_id: str, entries: Sequence[TokenEntry], digests: Sequence[str | None]
+    rollout_id: str, entries: Sequence[StoredRecord], digests: Sequence[str | None]
 ) -> list[RecordProblem]:
     """The calls whose digest is not that of their cumulative ids, where these are known.
 
@@ -349,12 +367,12 @@ def _digest_problems(
             first.setdefault(entry.model_call_id, position)
     deltas: dict[int, list[int]] = {}
     for position, entry in enumerate(entries):
-        if entry.is_delta and isinstance(entry.parent, Continues) and entry.parent.call_id in first:
+        if isinstance(entry, EntrySuffix) and entry.parent.call_id in first:
             parent = first[entry.parent.call_id]
-            if entries[parent].cum_len == entry.prompt_offset:
+            if entries[parent].cum_len == entry.parent.cum_len:
                 deltas.setdefault(parent, []).append(position)
     order: list[int] = []
-    pending = [position for position, entry in enumerate(entries) if not entry.is_delta][::-1]
+    pending = [position for position, entry in enumerate(entries) if isinstance(entry, TokenEntry)][::-1]
     while pending:
         order.append(pending.pop())
         pending += deltas.get(order[-1], ())
@@ -365,8 +383,8 @@ def _digest_problems(
     path_ids = np.frombuffer(path_bytes, dtype=np.int32)
     for position in order:
         entry, digest = entries[position], digests[position]
-        begin, prompt_len, cum_len = entry.prompt_offset, entry.prompt_len, entry.cum_len
-        prompt, generation = entry.prompt_token_ids, entry.generation_token_ids
+        begin, prompt = prompt_part(entry)
+        prompt_len, cum_len, generation = entry.prompt_len, entry.cum_len, entry.generation_token_ids
         # Where the prompt begins with what is there, or ends within it, that is not written again.
         known = there if not begin and path_bytes.startswith(id_bytes(prompt)[: _ID_BYTES * there]) else 0
         for buffer in (path, path_ids):

@@ -10,7 +10,8 @@ places; leaving it by an exception takes them away.
     parquet    calls.parquet (`CALL_SCHEMA`, a row for each call) and rollouts.parquet (`ROLLOUT_SCHEMA`)
     jsonl      calls.jsonl and rollouts.jsonl, with the same names
 
-Prompts are stored as they are in the log: without the ids that the parent's record holds (`prompt_offset`).
+Prompts are written as they are in the log: without the ids that the parent's record holds (`prompt_offset`). Which
+fields a call has, and what they are called, is said by `record_fields`.
 
 Half an emoji, which logs of before may hold, is in no format that others read: it is written as U+FFFD.
 That is about texts; ids are never touched.
@@ -33,8 +34,10 @@ from gym_capture.data.schema import tensor_value
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
-from gym_capture.record_rows import call_row, lost_call_rows, rollout_row, row_json
-from gym_capture.records import SCHEMA_VERSION, Snapshot, TokenEntry
+from gym_capture.record_fields import FIELDS, Kind, RecordField, of_kinds
+from gym_capture.record_rows import call_row, call_rows, lost_call_rows, rollout_row, row_json
+from gym_capture.records import SCHEMA_VERSION, Snapshot
+from gym_capture.suffixes import stored_form
 
 Format: TypeAlias = Literal["nemo-gym", "parquet", "jsonl"]
 
@@ -43,52 +46,44 @@ VERSION_KEY: Final = b"gym_capture.record_schema_version"
 _TENSOR: Final = pa.struct([("dtype", pa.string()), ("shape", pa.list_(pa.int64())), ("values", pa.large_binary())])
 _METADATA: Final = {VERSION_KEY: str(SCHEMA_VERSION).encode()}
 
-CALL_SCHEMA: Final[pa.Schema] = pa.schema(
-    [
-        pa.field("rollout_id", pa.string(), nullable=False),
-        pa.field("model_call_id", pa.string(), nullable=False),
-        pa.field("model", pa.string(), nullable=False),
-        pa.field("requested_model", pa.string(), nullable=False),
-        pa.field("has_tools", pa.bool_(), nullable=False),
-        # root | continues | unresolved; null: no decision was recorded.
-        pa.field("parent", pa.string()),
-        pa.field("parent_call_id", pa.string()),
-        pa.field("parent_cum_len", pa.int64()),
-        pa.field("parent_reason", pa.string()),
+_TYPES: Final[Mapping[Kind, pa.DataType]] = {
+    Kind.TEXT: pa.string(),
+    Kind.OPTIONAL_TEXT: pa.string(),
+    Kind.FLAG: pa.bool_(),
+    Kind.OPTIONAL_FLAG: pa.bool_(),
+    Kind.OPTIONAL_COUNT: pa.int64(),
+    Kind.TIME: pa.float64(),
+    Kind.PROMPT: pa.list_(pa.int32()),
+    Kind.IDS: pa.list_(pa.int32()),
+    Kind.LOG_PROBS: pa.list_(pa.float32()),
+    Kind.TENSOR: _TENSOR,
+    Kind.OBJECT: pa.string(),  # JSON
+    Kind.ITEMS: pa.string(),  # JSON: Responses items
+    Kind.NAMES: pa.list_(pa.string()),
+    Kind.RULES_BY_KEY: pa.list_(pa.struct([("turn_key", pa.string()), ("rule", pa.string())])),
+    Kind.SPANS: pa.list_(pa.struct([("start", pa.int64()), ("end", pa.int64()), ("version", pa.string())])),
+}
+_NULLABLE: Final = (Kind.OPTIONAL_TEXT, Kind.OPTIONAL_FLAG, Kind.OPTIONAL_COUNT, Kind.TENSOR)
+
+
+def _columns(field: RecordField) -> list[pa.Field]:
+    if field.kind is Kind.PARENT:
+        return [
+            # root | continues | unresolved; null: no decision was recorded.
+            pa.field("parent", pa.string()),
+            pa.field("parent_call_id", pa.string()),
+            pa.field("parent_cum_len", pa.int64()),
+            pa.field("parent_reason", pa.string()),
+        ]
+    column = pa.field(field.name, _TYPES[field.kind], nullable=field.kind in _NULLABLE)
+    if field.kind is Kind.PROMPT:
         # The whole prompt is the first `prompt_offset` of the parent's prompt and generation, then these.
-        pa.field("prompt_offset", pa.int64(), nullable=False),
-        pa.field("prompt_token_ids", pa.list_(pa.int32()), nullable=False),
-        # Generated ids and their log probabilities, aligned.
-        pa.field("generation_token_ids", pa.list_(pa.int32()), nullable=False),
-        pa.field("generation_log_probs", pa.list_(pa.float32()), nullable=False),
-        pa.field("output_items", pa.string(), nullable=False),  # JSON: Responses items
-        pa.field("token_item_index", pa.int64()),
-        pa.field("turn_key", pa.string()),
-        pa.field("asked_key", pa.string()),
-        pa.field(
-            "other_turn_keys",
-            pa.list_(pa.struct([("turn_key", pa.string()), ("rule", pa.string())])),
-            nullable=False,
-        ),
-        pa.field("digest", pa.string()),
-        pa.field("finish_reason", pa.string()),
-        pa.field("stop_reason", pa.string()),
-        pa.field("delivered", pa.bool_()),
-        pa.field("prefix_requested", pa.bool_(), nullable=False),
-        pa.field("prefix_supplied", pa.bool_(), nullable=False),
-        pa.field(
-            "weight_versions",
-            pa.list_(pa.struct([("start", pa.int64()), ("end", pa.int64()), ("version", pa.string())])),
-            nullable=False,
-        ),
-        pa.field("sampling", pa.string(), nullable=False),  # JSON: an object
-        pa.field("max_tokens", pa.int64()),
-        pa.field("normalized", pa.list_(pa.string()), nullable=False),
-        pa.field("routed_experts", _TENSOR),
-        pa.field("sampling_mask", _TENSOR),
-        pa.field("created_at", pa.float64(), nullable=False),
-    ],
-    metadata=_METADATA,
+        return [pa.field("prompt_offset", pa.int64(), nullable=False), column]
+    return [column]
+
+
+CALL_SCHEMA: Final[pa.Schema] = pa.schema(
+    [column for field in FIELDS for column in _columns(field)], metadata=_METADATA
 )
 
 ROLLOUT_SCHEMA: Final[pa.Schema] = pa.schema(
@@ -166,7 +161,7 @@ class _NemoGymFiles:
         state = {"snapshot_id": snapshot.snapshot_id, "version": snapshot.version, "incomplete": bool(lost)}
         # A field that their reader leaves out: to them, a lost call masks in any case. It does so where turns are of
         # unknown origin, which these files do not tell of every request.
-        if snapshot.lost_calls and not echoes_unknown_turns(snapshot.entries):
+        if snapshot.lost_calls and not echoes_unknown_turns(snapshot.records):
             state["lost_calls"] = lost_call_rows(snapshot)
         # The records come last: a rollout of which somebody finds records has what masks it beside them.
         if lost:
@@ -183,29 +178,28 @@ class _NemoGymFiles:
 
 def _nemo_gym_records(snapshot: Snapshot) -> Iterator[dict[str, Any]]:
     index = LineageIndex()
-    mismatched = {p.call_id for p in index.rebuild(snapshot.entries) if p.reason == ProblemReason.DIGEST_MISMATCH}
-    for entry in snapshot.entries:
-        row = call_row(entry)
-        ids = index.cumulative_ids(snapshot.rollout_id, entry.model_call_id)
+    records = stored_form(snapshot)
+    mismatched = {p.call_id for p in index.rebuild(records) if p.reason == ProblemReason.DIGEST_MISMATCH}
+    for record in records:
+        row = call_row(record)
+        ids = index.cumulative_ids(snapshot.rollout_id, record.model_call_id)
         # A digest that is wrong stays wrong: as it is, it is not one of theirs either.
-        digest = entry.digest if entry.model_call_id in mismatched else None
+        digest = record.digest if record.model_call_id in mismatched else None
         yield {
             "schema_version": NEWEST_SCHEMA_VERSION,
             **{name: row[name] for name in _SHARED_WITH_NEMO_GYM},
+            "parent_call_id": row["parent_call_id"],
             "parent_resolution": "resolved" if row["parent"] == "continues" else row["parent"],
             "parent_resolution_reason": row["parent_reason"],
             "prompt_is_delta": row["prompt_offset"] > 0,
-            "cum_len": entry.cum_len,
+            "cum_len": record.cum_len,
             "digest": digest if ids is None else gym_digest(ids),
-            **({"turn_key": entry.turn_key} if snapshot.lost_calls else {}),
+            **({"turn_key": record.keys.turn_key} if snapshot.lost_calls else {}),
         }
 
 
-_SHARED_WITH_NEMO_GYM: Final = (
-    *("rollout_id", "model_call_id", "model", "requested_model", "has_tools", "prompt_token_ids"),
-    *("generation_token_ids", "generation_log_probs", "output_items", "token_item_index", "created_at"),
-    *("parent_call_id", "prefix_requested", "prefix_supplied", "finish_reason", "stop_reason", "delivered"),
-    *("max_tokens", "sampling", "weight_versions", "routed_experts", "sampling_mask"),
+_SHARED_WITH_NEMO_GYM: Final = tuple(
+    field.name for field in FIELDS if field.in_nemo_gym and field.kind is not Kind.PARENT
 )
 
 
@@ -256,7 +250,7 @@ class _ParquetFiles:
             files._rollouts.flush()
 
     def add(self, snapshot: Snapshot) -> None:
-        self._calls.add(pa.Table.from_pylist([_arrow_row(entry) for entry in snapshot.entries], schema=CALL_SCHEMA))
+        self._calls.add(pa.Table.from_pylist(list(map(_arrow_row, call_rows(snapshot))), schema=CALL_SCHEMA))
         row = json_without_surrogates(rollout_row(snapshot))
         self._rollouts.add(pa.Table.from_pylist([row], schema=ROLLOUT_SCHEMA))
 
@@ -281,17 +275,18 @@ class _Buffer:
         self._tables, self._nbytes = [], 0
 
 
-def _arrow_row(entry: TokenEntry) -> dict[str, Any]:
-    row: dict[str, Any] = call_row(entry)
+def _arrow_row(row: dict[str, Any]) -> dict[str, Any]:
     arrays = {name: row.pop(name) for name in _ARRAYS}
-    tensors = {name: tensor_value(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
+    tensors = {name: tensor_value(row.pop(name)) for name in _TENSORS}
     row = dict(json_without_surrogates(row))
-    for name in ("output_items", "sampling"):
+    for name in _AS_JSON:
         row[name] = row_json(row[name]).decode()
     return row | arrays | tensors
 
 
-_ARRAYS: Final = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
+_ARRAYS: Final = tuple(field.name for field in of_kinds(Kind.PROMPT, Kind.IDS, Kind.LOG_PROBS))
+_TENSORS: Final = tuple(field.name for field in of_kinds(Kind.TENSOR))
+_AS_JSON: Final = tuple(field.name for field in of_kinds(Kind.OBJECT, Kind.ITEMS))
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------
@@ -309,7 +304,7 @@ class _JsonLines:
             yield cls(calls, rollouts)
 
     def add(self, snapshot: Snapshot) -> None:
-        self._calls.writelines(row_json(call_row(entry)) + b"\n" for entry in snapshot.entries)
+        self._calls.writelines(row_json(row) + b"\n" for row in call_rows(snapshot))
         self._rollouts.write(row_json(rollout_row(snapshot)) + b"\n")
 
 

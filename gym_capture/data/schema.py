@@ -144,7 +144,7 @@ def rows(
         "delivered_fraction": counts.delivered_fraction,
         "excluded_tokens": list(counts.excluded_tokens.items()),
         "lost_tries": counts.lost_tries,
-        "model": None if snapshot is None else next((entry.model for entry in snapshot.entries), None),
+        "model": None if snapshot is None else next((entry.policy.model for entry in snapshot.entries), None),
         "agent_name": agent_name,
         "input": input_json,
     }
@@ -249,7 +249,7 @@ _Turns: TypeAlias = Mapping[str, tuple[str, int | None]]
 
 def _turns(snapshot: Snapshot) -> _Turns:
     return {
-        entry.model_call_id: (row_json(entry.output_items).decode(), entry.token_item_index)
+        entry.model_call_id: (row_json(entry.reply.output_items).decode(), entry.reply.token_item_index)
         for entry in snapshot.entries
         if entry.rollout_id == snapshot.rollout_id
     }

@@ -201,5 +201,5 @@ async def _grammar_calls(rollout_ids: Sequence[str]) -> frozenset[str]:
         entry.model_call_id
         for snapshot in snapshots
         for entry in snapshot.entries
-        if entry.sampling.get("structured_outputs")
+        if entry.request.sampling.get("structured_outputs")
     )

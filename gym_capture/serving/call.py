@@ -24,10 +24,23 @@ from gym_capture.conversation import AssistantTurn
 from gym_capture.echoes import echoes
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
 from gym_capture.errors import EngineError, EngineOverloadedError, RecordError
+from gym_capture.fingerprint import Fingerprint
 from gym_capture.output_items import output_items
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.reasons import NotSplicedReason
-from gym_capture.records import Continues, IdArray, Parent, TokenEntry, Unresolved, digest_ids
+from gym_capture.records import (
+    CallReply,
+    CallRequest,
+    Continues,
+    IdArray,
+    Parent,
+    PolicyTrace,
+    PrefixSupply,
+    TokenEntry,
+    TurnKeys,
+    Unresolved,
+    digest_ids,
+)
 from gym_capture.serving.capture import Capture, Tracked
 
 
@@ -163,41 +176,50 @@ class CallInFlight:
         supplied = isinstance(resolution, Resolved) and _starts_with(prompt_ids, resolution.cumulative_ids)
         items, token_item_index = output_items(turn)
         last = self._chunks[-1]
-        turn_key = asked_key = None
-        other_turn_keys: dict[str, str] = {}
-        if self.request.raw_prompt is None:  # nothing continues raw text: no conversation like it was rendered
-            asked_key, turn_key = tracked.fingerprint.asked_key, tracked.fingerprint.key_with(turn)
-            stops = self._generation.sampling.get("stop", ())
-            for rule, echo in echoes(
-                turn, finish_reason=finish_reason, stop_reason=last.stop_reason, stop_strings=stops
-            ):
-                other_turn_keys[tracked.fingerprint.key_with(echo)] = str(rule)
         return TokenEntry(
             rollout_id=tracked.rollout_id,
             model_call_id=self.call_id,
-            model=self._engine.model.name,
-            requested_model=self.request.requested_model,
-            has_tools=bool(self.request.conversation.tools),
             prompt_token_ids=prompt_ids,
             generation_token_ids=generated,
             generation_log_probs=np.concatenate([chunk.log_probs for chunk in self._chunks]),
             parent=_parent(resolution, supplied=supplied, not_spliced=self._prompt.not_spliced),
-            output_items=items,
-            token_item_index=token_item_index,
-            turn_key=turn_key,
-            asked_key=asked_key,
-            other_turn_keys=other_turn_keys,
             digest=digest_ids(prompt_ids, generated),
-            finish_reason=finish_reason,
-            stop_reason=last.stop_reason,
-            prefix_requested=isinstance(resolution, Resolved),
-            prefix_supplied=supplied,
-            weight_versions=last.weight_versions,
-            sampling=self._sampling(),
-            max_tokens=self.request.max_tokens,
-            normalized=(*tracked.rules, *self.request.left_out),
-            routed_experts=last.routed_experts,
             created_at=self._clock(),
+            request=CallRequest(
+                requested_model=self.request.requested_model,
+                has_tools=bool(self.request.conversation.tools),
+                sampling=self._sampling(),
+                max_tokens=self.request.max_tokens,
+                normalized=(*tracked.rules, *self.request.left_out),
+            ),
+            reply=CallReply(
+                output_items=items,
+                token_item_index=token_item_index,
+                finish_reason=finish_reason,
+                stop_reason=last.stop_reason,
+            ),
+            keys=self._keys(finish_reason, turn, tracked.fingerprint),
+            prefix=PrefixSupply(requested=isinstance(resolution, Resolved), supplied=supplied),
+            policy=PolicyTrace(
+                model=self._engine.model.name,
+                weight_versions=last.weight_versions,
+                routed_experts=last.routed_experts,
+            ),
+        )
+
+    def _keys(self, finish_reason: str, turn: AssistantTurn, fingerprint: Fingerprint) -> TurnKeys:
+        if self.request.raw_prompt is not None:
+            return TurnKeys()  # nothing continues raw text: no conversation like it was rendered
+        echoed = echoes(
+            turn,
+            finish_reason=finish_reason,
+            stop_reason=self._chunks[-1].stop_reason,
+            stop_strings=self._generation.sampling.get("stop", ()),
+        )
+        return TurnKeys(
+            turn_key=fingerprint.key_with(turn),
+            asked_key=fingerprint.asked_key,
+            other_turn_keys={fingerprint.key_with(echo): str(rule) for rule, echo in echoed},
         )
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from gym_capture.codec import decode_entry, encode_delta
+from gym_capture.codec import decode_entry, encode_suffix
 from gym_capture.operations import Commit, Operation
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent
@@ -28,7 +28,7 @@ class CommitBytes(NamedTuple):
     """`Commit`, on its way."""
 
     data: bytes
-    """The record, as `codec.encode_delta` writes it."""
+    """The record, as `codec.encode_suffix` writes it."""
     epoch: int
 
 
@@ -52,10 +52,10 @@ Request: TypeAlias = BeginCall | CommitBytes | Resolve | Operation
 
 
 def packed(operation: Operation) -> Request:
-    """An operation as it travels. Raises `RecordError` as `codec.encode_delta`."""
+    """An operation as it travels. Raises `RecordError` as `codec.encode_suffix`."""
     match operation:
         case Commit(entry):
-            data = encode_delta(entry) if operation.encoded is None else operation.encoded
+            data = encode_suffix(entry) if operation.encoded is None else operation.encoded
             return CommitBytes(data, operation.epoch)
         case _:
             return operation

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
-from gym_capture.codec import encode_snapshot
+from gym_capture.codec import decode_stored, encode_snapshot
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage_cache import LineageCache
 from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
@@ -36,6 +36,7 @@ from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
+from gym_capture.suffixes import StoredRollout, stored_form
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +91,7 @@ class StateShard:
             async with self._opening:
                 if self._hosted is None:
                     store = await self._open_store()
-                    lineage = LineageCache(store.freeze, max_bytes=self._lineage_bytes)
+                    lineage = LineageCache(_reader(store), max_bytes=self._lineage_bytes)
                     live = await store.rollout_ids()
                     lineage.expect(live)
                     metrics = None
@@ -346,6 +347,18 @@ class _Hosted:
         if self.encoded is not None:
             return await self.encoded.freeze_encoded(rollout_id)
         return encode_snapshot(await self.store.freeze(rollout_id))
+
+
+def _reader(store: RecordStore) -> Callable[[str], Awaitable[StoredRollout]]:
+    """Reads a rollout for lineage."""
+
+    async def read(rollout_id: str) -> StoredRollout:
+        if isinstance(store, EncodedStore):
+            return await asyncio.to_thread(decode_stored, await store.freeze_encoded(rollout_id))
+        snapshot = await store.freeze(rollout_id)
+        return StoredRollout(stored_form(snapshot), snapshot.incomplete)
+
+    return read
 
 
 async def _unpacked(sent: CommitBytes) -> Commit:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.reasons import UNRESOLVED, join_reason, reason_name
-from gym_capture.records import Root, TokenEntry, Unresolved
+from gym_capture.records import CallRecord, Root, Unresolved
 
 CountName: TypeAlias = Literal[
     "begins",
@@ -64,7 +64,7 @@ class ShardStats:
     incomplete: Mapping[str, int] = field(default_factory=dict)
     """Marks that a rollout's capture is incomplete, by the name of their reason."""
     rules: Mapping[str, int] = field(default_factory=dict)
-    """Recorded calls whose request was not taken to the letter, by the name of the rule (`TokenEntry.normalized`)."""
+    """Recorded calls whose request was not taken to the letter, by the name of the rule (`CallRequest.normalized`)."""
     lineage_reads: int = 0
     """Rollouts that were read from the store into lineage."""
     lineage_evictions: int = 0
@@ -126,13 +126,13 @@ class Tally:
         self.counts["begins"] += 1
         self.resolutions[outcome(resolution)] += 1
 
-    def put(self, entry: TokenEntry, *, size_bytes: int, took_s: float) -> None:
+    def put(self, entry: CallRecord, *, size_bytes: int, took_s: float) -> None:
         self.counts["puts"] += 1
         self.counts["put_bytes"] += size_bytes
-        self.counts["prefix_requested"] += entry.prefix_requested
-        self.counts["prefix_supplied"] += entry.prefix_supplied
+        self.counts["prefix_requested"] += entry.prefix.requested
+        self.counts["prefix_supplied"] += entry.prefix.supplied
         self.put_seconds += took_s
-        for rule in set(entry.normalized):
+        for rule in set(entry.request.normalized):
             self.rules[rule] += 1
 
     def marked_incomplete(self, reason: str) -> None:

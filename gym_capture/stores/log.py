@@ -24,7 +24,7 @@ from typing import Final
 from gym_capture.codec import decode_or_problem, decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.operations import Clear, Drop, MarkIncomplete, Operation
-from gym_capture.records import Snapshot, TokenEntry
+from gym_capture.records import RecordProblem, Snapshot
 from gym_capture.rollout_state import Frozen
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
@@ -44,6 +44,7 @@ from gym_capture.stores.segments import (
     lock_directory,
     make_directory,
 )
+from gym_capture.suffixes import StoredRecord
 
 _DISK: Final = Disk()
 
@@ -172,8 +173,8 @@ class LogStore(EncodedStore, MeasuredStore):
         self._check_open()
         return self._index.states.live_ids()
 
-    def iter_live_entries(self) -> Iterator[TokenEntry]:
-        """Every readable entry of every live rollout, one rollout after the other.
+    def iter_live_entries(self) -> Iterator[StoredRecord]:
+        """Every readable record of every live rollout, one rollout after the other, as it is stored.
 
         For rebuilding a lineage index before the store takes calls: it blocks, and sees no later writes.
         """
@@ -183,9 +184,9 @@ class LogStore(EncodedStore, MeasuredStore):
             for rollout_id in self._index.states.live_ids():
                 for _, location in self._index.entries(rollout_id):
                     found = read_record(reader, location)
-                    entry = None if found is None else decode_or_problem(found.payload)
-                    if isinstance(entry, TokenEntry):
-                        yield entry
+                    record = None if found is None else decode_or_problem(found.payload)
+                    if record is not None and not isinstance(record, RecordProblem):
+                        yield record
         finally:
             reader.close()
 

@@ -13,9 +13,10 @@ from typing import Any
 from gym_capture.codec import with_delivery
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.operations import Commit, Operation
-from gym_capture.records import Snapshot, TokenEntry
+from gym_capture.records import Snapshot, suffix_of
 from gym_capture.rollout_state import Committed
 from gym_capture.stores.rollout_states import RolloutStates, prepared
+from gym_capture.suffixes import StoredRecord, complete
 
 
 class MemoryStore:
@@ -23,7 +24,7 @@ class MemoryStore:
 
     def __init__(self) -> None:
         self._states = RolloutStates()
-        self._entries: dict[str, dict[str, TokenEntry]] = {}
+        self._entries: dict[str, dict[str, StoredRecord]] = {}
         self._is_closed = False
 
     @classmethod
@@ -40,7 +41,7 @@ class MemoryStore:
             if self._states.live(rollout_id) is None:
                 self._entries.pop(rollout_id, None)
         if isinstance(operation, Commit) and isinstance(event, Committed):
-            self._entries.setdefault(rollout_id, {})[event.call_id] = operation.entry.as_delta()
+            self._entries.setdefault(rollout_id, {})[event.call_id] = suffix_of(operation.entry)
         if error is not None:
             raise error
         return epoch
@@ -48,7 +49,8 @@ class MemoryStore:
     async def freeze(self, rollout_id: str) -> Snapshot:
         self._check_open()
         snapshot, delivery = self._states.freeze(rollout_id)
-        return replace(snapshot, entries=with_delivery(self._entries.get(rollout_id, {}).values(), delivery))
+        entries, orphans = complete(with_delivery(self._entries.get(rollout_id, {}).values(), delivery))
+        return replace(snapshot, entries=entries, orphans=orphans)
 
     async def rollout_ids(self) -> Sequence[str]:
         self._check_open()

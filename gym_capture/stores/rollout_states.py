@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gym_capture.codec import encode_delta, encode_intent, payload_digest
+from gym_capture.codec import encode_intent, encode_suffix, payload_digest
 from gym_capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
 from gym_capture.records import check_rollout_id
 from gym_capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
@@ -35,7 +35,7 @@ def prepared(operation: Operation) -> Prepared:
         case Begin(intent):
             return Prepared(operation, encode_intent(intent))
         case Commit(entry):
-            return Prepared(operation, encode_delta(entry) if operation.encoded is None else operation.encoded)
+            return Prepared(operation, encode_suffix(entry) if operation.encoded is None else operation.encoded)
         case _:
             return Prepared(operation, b"")
 

@@ -128,8 +128,8 @@ def check_chain(entries: list[TokenEntry], tool: str) -> None:
         assert template.encode_plain(reply).size < entry.generation_token_ids.size / 2
     for before, entry in itertools.pairwise(entries):
         assert entry.parent == Continues(before.model_call_id, before.cum_len)
-        assert entry.prefix_requested
-        assert entry.prefix_supplied
+        assert entry.prefix.requested
+        assert entry.prefix.supplied
         np.testing.assert_array_equal(entry.prompt_token_ids[: before.cum_len], before.cumulative_ids())
         assert entry.prompt_len > before.cum_len
 

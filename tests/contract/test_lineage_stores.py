@@ -22,7 +22,8 @@ from gym_capture.errors import GymCaptureError
 from gym_capture.lineage import LineageIndex
 from gym_capture.operations import Clear, Commit, Drop, Operation
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import Snapshot, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import Snapshot, Unresolved, suffix_of
 from gym_capture.serving.state import StateShard
 from gym_capture.serving.state_messages import Request, Resolve, packed
 from gym_capture.stores.log import LogStore
@@ -37,7 +38,7 @@ class Shard:
 
     async def write(self, operation: Operation) -> int:
         if isinstance(operation, Commit):
-            operation = replace(operation, encoded=encode_entry(operation.entry.as_delta()))
+            operation = replace(operation, encoded=encode_entry(suffix_of(operation.entry)))
         return cast(int, await self._asked(packed(operation)))
 
     async def _asked(self, request: Request) -> object:
@@ -127,7 +128,7 @@ class ToTheLetter(Recorded):
 
     async def write(self, operation: Operation) -> int:
         if isinstance(operation, Commit):
-            operation = replace(operation, entry=replace(operation.entry, other_turn_keys={}))
+            operation = replace(operation, entry=with_values(operation.entry, other_turn_keys={}))
         return await super().write(operation)
 
 

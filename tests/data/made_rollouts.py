@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
+from gym_capture.records import Continues, Root, Snapshot, WeightSpan, digest_ids, suffix_of
+from gym_capture.suffixes import StoredRecord, complete
+from tests.calls import entry_of
 
 IMPORT_PATH = f"{__name__}:MadeSource"
 
@@ -19,7 +21,7 @@ IMPORT_PATH = f"{__name__}:MadeSource"
 def snapshot(rollout_id: str, *, turns: int = 2, tokens: int = 4, incomplete: Sequence[str] = ()) -> Snapshot:
     """A conversation of `turns` calls, each a delta of the one before; everything follows from the arguments."""
     rng = np.random.default_rng(zlib.crc32(rollout_id.encode()))
-    entries: list[TokenEntry] = []
+    entries: list[StoredRecord] = []
     so_far = np.zeros(0, dtype=np.int32)
     for turn in range(turns):
         # All rollouts of a task start from the same prompt.
@@ -28,7 +30,7 @@ def snapshot(rollout_id: str, *, turns: int = 2, tokens: int = 4, incomplete: Se
         generated = rng.integers(100, 200, tokens, dtype=np.int32)
         parent = Continues(entries[-1].model_call_id, so_far.size) if turn else Root()
         so_far = np.concatenate((prompt, generated))
-        entry = TokenEntry(
+        entry = entry_of(
             rollout_id=rollout_id,
             model_call_id=f"call-{turn}",
             model="policy",
@@ -44,12 +46,12 @@ def snapshot(rollout_id: str, *, turns: int = 2, tokens: int = 4, incomplete: Se
             prefix_supplied=turn > 0,
             weight_versions=(WeightSpan(0, tokens, str(turn)),),
         )
-        entries.append(entry.as_delta())
+        entries.append(suffix_of(entry))
     return Snapshot(
         rollout_id=rollout_id,
         snapshot_id=f"snapshot-of-{rollout_id}",
         version=len(entries),
-        entries=tuple(reversed(entries)),
+        entries=tuple(reversed(complete(entries)[0])),
         incomplete=tuple(incomplete),
     )
 

@@ -18,6 +18,7 @@ from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.report import report
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA
+from gym_capture.record_fields import with_values
 from gym_capture.records import Snapshot
 
 from .made_rollouts import snapshot
@@ -68,7 +69,7 @@ def test_what_is_not_delivered_is_counted_by_reason() -> None:
 def test_a_side_call_of_a_rollout_is_in_its_summary() -> None:
     def freeze(rollout_id: str) -> Snapshot:
         whole = snapshot(rollout_id, turns=2)
-        return replace(whole, entries=(*whole.entries[:-1], replace(whole.entries[-1], finish_reason="abort")))
+        return replace(whole, entries=(*whole.entries[:-1], with_values(whole.entries[-1], finish_reason="abort")))
 
     (((summary,), _),) = build_groups([[request("r1")]], freeze, options=BuildOptions(), scale="none")
     assert summary.excluded_tokens == {"aborted": 4}
@@ -150,7 +151,7 @@ def test_rows_that_make_no_table_take_no_other_rollout_with_them() -> None:
         whole = snapshot(rollout_id, turns=2)
         if rollout_id != "r2":
             return whole
-        odd = replace(whole.entries[0], finish_reason=7)  # type: ignore[arg-type]  # a defective source
+        odd = with_values(whole.entries[0], finish_reason=7)  # type: ignore[arg-type]  # a defective source
         return replace(whole, entries=(odd, *whole.entries[1:]))
 
     requests = [request("r1", 1.0), request("r2", 5.0), request("r3", 0.0)]

@@ -102,14 +102,14 @@ def test_a_record_becomes_an_entry(tmp_path: Path) -> None:
     assert b.prompt_token_ids.tolist() == [1, 2, 3, 9, 4]
     assert b.generation_token_ids.tolist() == [5]
     assert b.generation_log_probs.tolist() == [-0.5]
-    assert (b.model, b.requested_model, b.has_tools) == ("served", "policy", True)
-    assert (b.finish_reason, b.stop_reason, b.max_tokens) == ("tool_calls", "7", 64)
-    assert (b.prefix_requested, b.prefix_supplied, b.token_item_index) == (True, True, 0)
-    assert b.output_items[0]["content"][0]["text"] == "hi"
-    assert [(span.start, span.end, span.version) for span in b.weight_versions] == [(0, 1, "3")]
-    assert b.routed_experts is not None
-    assert b.routed_experts.shape == (5, 2, 1)
-    assert a.requested_model == "", "nobody noted what was asked for"
+    assert (b.policy.model, b.request.requested_model, b.request.has_tools) == ("served", "policy", True)
+    assert (b.reply.finish_reason, b.reply.stop_reason, b.request.max_tokens) == ("tool_calls", "7", 64)
+    assert (b.prefix.requested, b.prefix.supplied, b.reply.token_item_index) == (True, True, 0)
+    assert b.reply.output_items[0]["content"][0]["text"] == "hi"
+    assert [(span.start, span.end, span.version) for span in b.policy.weight_versions] == [(0, 1, "3")]
+    assert b.policy.routed_experts is not None
+    assert b.policy.routed_experts.shape == (5, 2, 1)
+    assert a.request.requested_model == "", "nobody noted what was asked for"
 
 
 def test_version_1_has_no_parents(tmp_path: Path) -> None:
@@ -130,8 +130,8 @@ def test_version_1_left_token_arrays_on_the_items(tmp_path: Path) -> None:
     items = [{"type": "reasoning"}, {"type": "message", "text": "hi", **arrays}]
     write(tmp_path, record("a", [1, 2], [3, 9], output_items=items, token_item_index=None, parent_resolution=None))
     (entry,) = read_rollout(tmp_path, "r1").entries
-    assert entry.output_items == ({"type": "reasoning"}, {"type": "message", "text": "hi"})
-    assert entry.token_item_index == 1
+    assert entry.reply.output_items == ({"type": "reasoning"}, {"type": "message", "text": "hi"})
+    assert entry.reply.token_item_index == 1
 
 
 def test_version_2_has_parents_but_no_decisions(tmp_path: Path) -> None:
@@ -154,7 +154,7 @@ def test_a_delta_before_its_parent(tmp_path: Path, cum_len: int | None) -> None:
     write(tmp_path, c | {"cum_len": None, "digest": digest([*c_ids, 8])}, B_DELTA | {"cum_len": cum_len}, A)
     snapshot = read_rollout(tmp_path, "r1")
     assert names(snapshot) == []
-    assert [entry.prompt_offset for entry in snapshot.entries] == [6, 4, 0]
+    assert [entry.prompt_token_ids.tolist() for entry in snapshot.entries] == [c_ids, [1, 2, 3, 9, 4], [1, 2]]
     built = build(snapshot)
     assert not built.masked
     (trajectory,) = built.trajectories
@@ -520,14 +520,14 @@ def as_line(entry: TokenEntry, rollout: Rollout, *, version: int, delta: bool) -
         "schema_version": version,
         "rollout_id": entry.rollout_id,
         "model_call_id": entry.model_call_id,
-        "model": entry.model,
-        "requested_model": entry.requested_model,
-        "has_tools": entry.has_tools,
-        "finish_reason": entry.finish_reason,
-        "max_tokens": entry.max_tokens,
-        "sampling": dict(entry.sampling),
+        "model": entry.policy.model,
+        "requested_model": entry.request.requested_model,
+        "has_tools": entry.request.has_tools,
+        "finish_reason": entry.reply.finish_reason,
+        "max_tokens": entry.request.max_tokens,
+        "sampling": dict(entry.request.sampling),
         "delivered": entry.delivered,
-        "prefix_requested": entry.prefix_requested,
+        "prefix_requested": entry.prefix.requested,
         "prompt_token_ids": entry.prompt_token_ids.tolist(),
         "generation_token_ids": entry.generation_token_ids.tolist(),
         "generation_log_probs": entry.generation_log_probs.tolist(),

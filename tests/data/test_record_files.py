@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,14 +23,17 @@ from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import CALL_SCHEMA, ROLLOUT_SCHEMA, Format, open_files
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import ConfigError
-from gym_capture.records import Continues, RecordProblem, Snapshot, TokenEntry, Unresolved
+from gym_capture.record_fields import FIELDS, with_values
+from gym_capture.records import Continues, RecordProblem, Snapshot, Unresolved, suffix_of
+from gym_capture.suffixes import StoredRecord, complete
 from tests.rollout_strategies import Rollout, honest_rollouts
 
 FORMATS: tuple[Format, ...] = ("nemo-gym", "parquet", "jsonl")
 
 
-def snapshot(*entries: TokenEntry, rollout_id: str = "r1", **fields: Any) -> Snapshot:
-    return Snapshot(rollout_id=rollout_id, snapshot_id="s", version=3, entries=entries, **fields)
+def snapshot(*records: StoredRecord, rollout_id: str = "r1", **fields: Any) -> Snapshot:
+    entries, orphans = complete(records)
+    return Snapshot(rollout_id=rollout_id, snapshot_id="s", version=3, entries=entries, orphans=orphans, **fields)
 
 
 def export(out: Path, format_: Format, *snapshots: Snapshot) -> None:
@@ -60,7 +64,7 @@ OPTIONS = [
 
 @given(honest_rollouts(), st.sampled_from(OPTIONS))
 def test_the_same_trajectories_come_of_the_export(rollout: Rollout, options: BuildOptions) -> None:
-    original = snapshot(*(entry.as_delta() for entry in rollout.entries))
+    original = snapshot(*(suffix_of(entry) for entry in rollout.entries))
     exported = there_and_back(original)
     assert (exported.snapshot_id, exported.version, exported.problems) == ("s", 3, ())
     assert trajectories(exported, options).equals(trajectories(original, options))
@@ -69,7 +73,7 @@ def test_the_same_trajectories_come_of_the_export(rollout: Rollout, options: Bui
 @given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False, max_value=0), min_size=1, max_size=20))
 def test_log_probs_come_back_bit_for_bit(log_probs: list[float]) -> None:
     values = np.array(log_probs, dtype=np.float32)
-    entry = replace(
+    entry = with_values(
         sample_entry("r1", "c", generation=range(values.size)), generation_log_probs=values, weight_versions=()
     )
     (read,) = there_and_back(snapshot(entry)).entries
@@ -78,8 +82,8 @@ def test_log_probs_come_back_bit_for_bit(log_probs: list[float]) -> None:
 
 def test_every_field_that_the_format_has_comes_back() -> None:
     first = sample_entry("r1", "c1")
-    second = replace(
-        sample_entry("r1", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", 5)).as_delta(),
+    second = with_values(
+        sample_entry("r1", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", 5)),
         routed_experts=np.arange(16, dtype=np.uint8).reshape(8, 2, 1)[:, ::-1],
         sampling_mask=np.array([[True, False], [False, True]]),
         stop_reason="7",
@@ -91,20 +95,23 @@ def test_every_field_that_the_format_has_comes_back() -> None:
     read = there_and_back(snapshot(first, second, third))
     for got, expected in zip(read.entries, (first, second, third), strict=True):
         # Theirs is another digest, and they have no place for the key that lineage goes by.
-        expected = replace(expected, digest=None, turn_key=None)
-        for name in TokenEntry.__slots__:
-            np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), err_msg=name)
+        expected = with_values(expected, digest=None, turn_key=None)
+        for field in FIELDS:
+            value, original = attrgetter(field.path)(got), attrgetter(field.path)(expected)
+            np.testing.assert_array_equal(value, original, err_msg=field.name)
 
 
 @pytest.mark.parametrize("text", ["\ud83d", "a\udc80b", "\ud83d\ude00", "\0\x1b\u2028", "😀 日本", '"\\'])
 def test_strange_text_neither_fails_nor_masks(text: str) -> None:
-    entry = replace(sample_entry("r1", "c", text=text), requested_model=f"m{text}", sampling={"seed": 2**70, text: 1})
+    entry = with_values(
+        sample_entry("r1", "c", text=text), requested_model=f"m{text}", sampling={"seed": 2**70, text: 1}
+    )
     read = there_and_back(snapshot(entry))
     assert read.problems == ()
     whole = text.replace("\ud83d\ude00", "😀")
     expected = whole.replace("\ud83d", "\ufffd").replace("\udc80", "\ufffd")
-    assert read.entries[0].output_items[0]["content"][0]["text"] == expected
-    assert read.entries[0].requested_model == f"m{expected}"
+    assert read.entries[0].reply.output_items[0]["content"][0]["text"] == expected
+    assert read.entries[0].request.requested_model == f"m{expected}"
 
 
 PROBLEM = RecordProblem(reason="corrupt_log", call_id=None, field=None, detail="bytes 1 to 2")
@@ -138,10 +145,10 @@ def test_a_digest_that_was_wrong_stays_wrong() -> None:
 
 
 def test_a_delta_whose_parent_is_lost_is_written_as_it_is() -> None:
-    child = sample_entry("r1", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("gone", 5)).as_delta()
+    child = suffix_of(sample_entry("r1", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("gone", 5)))
     original = snapshot(child)
     read = there_and_back(original)
-    assert (read.entries[0].prompt_offset, read.entries[0].parent) == (5, Continues("gone", 5))
+    assert [(suffix.parent, suffix.new_prompt_ids.tolist()) for suffix in read.orphans] == [(Continues("gone", 5), [6])]
     assert build(read).mask_reasons == build(original).mask_reasons
 
 
@@ -150,7 +157,7 @@ def test_a_delta_whose_parent_is_lost_is_written_as_it_is() -> None:
 
 def two_rollouts() -> tuple[Snapshot, Snapshot]:
     first = sample_entry("r1", "c1", text="half \ud83d")
-    second = replace(
+    second = with_values(
         sample_entry("r1", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", 5)),
         routed_experts=np.arange(16, dtype=np.uint8).reshape(8, 2, 1)[:, ::-1],
         delivered=True,

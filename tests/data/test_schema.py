@@ -19,8 +19,9 @@ from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data import schema
 from gym_capture.data.schema import SCHEMA, check_schema, read_tensor, rows, to_table, with_advantages
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry
-from tests.calls import ALL_CHAINS, call
+from gym_capture.record_fields import with_values
+from gym_capture.records import Continues, Root, Snapshot
+from tests.calls import ALL_CHAINS, call, entry_of
 from tests.calls import snapshot as calls_of
 
 from .made_rollouts import snapshot
@@ -167,7 +168,7 @@ def test_ids_log_probs_and_arrays_that_ride_along_come_back_bit_for_bit(
 ) -> None:
     log_probs = data.draw(hnp.arrays(np.float32, generated.size, elements=st.floats(-20, 0, width=32)))
     experts = data.draw(hnp.arrays(np.uint8, (prompt.size + generated.size - 1, 2, 3)))
-    entry = TokenEntry(
+    entry = entry_of(
         rollout_id="r",
         model_call_id="c",
         model="policy",
@@ -203,7 +204,7 @@ def test_a_row_holds_the_turns_that_go_with_its_ids() -> None:
     whole = snapshot("r1", turns=2)
     said = {"call-0": "h\u00e9", "call-1": "half \ud83d"}
     entries = [
-        replace(e, output_items=({"type": "message", "content": said[e.model_call_id]},), token_item_index=0)
+        with_values(e, output_items=({"type": "message", "content": said[e.model_call_id]},), token_item_index=0)
         for e in whole.entries
     ]
     whole = replace(whole, entries=tuple(entries))

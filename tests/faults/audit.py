@@ -120,15 +120,15 @@ def _differences(turn: Turn, entry: TokenEntry, voice: Voice) -> Iterator[str]:
     steps = voice.steps(turn.asked, turn.call_id)
     if turn.text != answer(turn.asked, turn.call_id):
         yield "reply"
-    if [item["content"][0]["text"] for item in entry.output_items] != [turn.text]:
+    if [item["content"][0]["text"] for item in entry.reply.output_items] != [turn.text]:
         yield "text"
     if entry.generation_token_ids.tolist() != [number for step in steps for number in step.token_ids]:
         yield "ids"
     expected = np.array([value for step in steps for value in step.log_probs or ()], np.float32)
     if not np.array_equal(entry.generation_log_probs, expected):
         yield "log probabilities"
-    if entry.finish_reason != "stop":
-        yield f"end ({entry.finish_reason})"
+    if entry.reply.finish_reason != "stop":
+        yield f"end ({entry.reply.finish_reason})"
 
 
 def _without_a_trace(played: Played, entries: dict[str, TokenEntry], snapshot: Snapshot) -> Iterator[str]:
@@ -173,7 +173,7 @@ def _not_as_sampled(trajectory: Trajectory, entries: dict[str, TokenEntry]) -> I
         start, end = entry.prompt_len, entry.cum_len
         if ids[start:end] != entry.generation_token_ids.tolist():
             yield f"the ids of {call_id} are not where they were sampled"
-        if ids[entry.prompt_offset : start] != entry.prompt_token_ids.tolist():
+        if ids[:start] != entry.prompt_token_ids.tolist():
             yield f"the prompt of {call_id} is not what the engine had"
         if not np.array_equal(trajectory.log_probs[start:end], entry.generation_log_probs):
             yield f"the log probabilities of {call_id} are not those of its ids"

@@ -196,7 +196,7 @@ class Leaving:
         snapshots, wrong = read(self._cluster.records).snapshots, {}
         for rollout_id in rollouts:
             snapshot = snapshots.get(rollout_id)
-            ends = [] if snapshot is None else [entry.finish_reason for entry in snapshot.entries]
+            ends = [] if snapshot is None else [entry.reply.finish_reason for entry in snapshot.entries]
             incomplete = () if snapshot is None else snapshot.incomplete
             if ends != ["abort"] or incomplete:
                 wrong[rollout_id] = f"on record as {ends}, incomplete {incomplete}"

@@ -116,7 +116,7 @@ def recorded_otherwise(cluster: Cluster, streams: Sequence[Stream], finish_reaso
 
 
 def _is_recorded(snapshot: Snapshot, finish_reason: str) -> bool:
-    return not snapshot.incomplete and [entry.finish_reason for entry in snapshot.entries] == [finish_reason]
+    return not snapshot.incomplete and [entry.reply.finish_reason for entry in snapshot.entries] == [finish_reason]
 
 
 async def scale(cluster: Cluster, *, seconds: float, count: int) -> list[str]:

@@ -53,7 +53,7 @@ def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_id
     calls = [entries[turn.call_id] for turn in played.turns]
     for call, before in zip(calls[1:], calls, strict=False):
         assert call.parent == Continues(before.model_call_id, before.cum_len)
-        assert call.prefix_supplied
+        assert call.prefix.supplied
 
 
 def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, running_dir: Path) -> None:
@@ -89,7 +89,7 @@ def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, r
     snapshots = read(cluster.records).snapshots
     for number in range(LEAVING):
         (entry,) = snapshots[f"leaves-{number}"].entries
-        assert entry.finish_reason == "abort"
+        assert entry.reply.finish_reason == "abort"
 
 
 def test_SF_01_clients_that_leave_are_noticed_in_every_way_of_asking(cluster: Cluster, running_dir: Path) -> None:

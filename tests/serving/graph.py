@@ -50,9 +50,6 @@ class Graph:
 
 
 def whole(snapshot: Snapshot) -> list[TokenEntry]:
-    """The calls with their whole prompts, oldest first."""
-    entries: dict[str, TokenEntry] = {}
-    for entry in sorted(snapshot.entries, key=lambda entry: entry.created_at):
-        parent = entries[entry.parent.call_id].cumulative_ids() if entry.is_delta else None
-        entries[entry.model_call_id] = entry if parent is None else entry.expand(parent)
-    return list(entries.values())
+    """The calls, oldest first."""
+    assert snapshot.orphans == ()
+    return sorted(snapshot.entries, key=lambda entry: entry.created_at)

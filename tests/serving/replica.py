@@ -20,7 +20,7 @@ from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
 from gym_capture.operations import Begin, Commit, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.records import CallIntent, Snapshot, TokenEntry, suffix_of
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
@@ -83,7 +83,7 @@ class LocalState:
         if fails is not None:
             raise fails
         if isinstance(operation, Commit):
-            epoch = await self.store.write(replace(operation, entry=operation.entry.as_delta()))
+            epoch = await self.store.write(replace(operation, entry=suffix_of(operation.entry)))
             assert self._lineage.add(operation.entry) == ()
             return epoch
         epoch = await self.store.write(operation)
@@ -115,20 +115,10 @@ class LocalState:
         return ShardStats(prefix_requested=4, prefix_supplied=3, resolutions={"root": 2})
 
     async def snapshot(self, rollout_id: str = "r1") -> Snapshot:
-        """The rollout with whole prompts, in the order in which its calls were recorded."""
+        """The rollout, in the order in which its calls were recorded."""
         frozen = await self.store.freeze(rollout_id)
-        whole: dict[str, TokenEntry] = {}
-        for entry in frozen.entries:
-            parent = whole[entry.parent.call_id].cumulative_ids() if entry.is_delta else None
-            whole[entry.model_call_id] = entry if parent is None else entry.expand(parent)
-        return Snapshot(
-            rollout_id=rollout_id,
-            snapshot_id=frozen.snapshot_id,
-            version=frozen.version,
-            entries=tuple(whole.values()),
-            incomplete=frozen.incomplete,
-            problems=frozen.problems,
-        )
+        assert frozen.orphans == ()
+        return frozen
 
     async def entries(self, rollout_id: str = "r1") -> tuple[TokenEntry, ...]:
         return (await self.snapshot(rollout_id)).entries

@@ -181,7 +181,7 @@ def test_the_sdks_ask_again_and_all_get_their_reply(template: HfChatTemplate) ->
         assert len(replica.engine.calls) == 50
         for number in range(50):
             snapshot = await replica.state.snapshot(f"r{number}")
-            assert [entry.finish_reason for entry in snapshot.entries] == ["stop"]
+            assert [entry.reply.finish_reason for entry in snapshot.entries] == ["stop"]
             assert snapshot.incomplete == ()
 
     asyncio.run(run())
@@ -213,7 +213,7 @@ def test_calls_that_are_ended_get_an_error_of_their_api_and_are_on_record(templa
                 assert refused.headers["retry-after"] == "1"
         for rollout_id in ("streamed", "whole"):
             snapshot = await replica.state.snapshot(rollout_id)
-            assert [entry.finish_reason for entry in snapshot.entries] == ["abort"]
+            assert [entry.reply.finish_reason for entry in snapshot.entries] == ["abort"]
             assert snapshot.incomplete == ()
         assert sorted(await replica.state.store.rollout_ids()) == ["streamed", "whole"]
 
@@ -230,6 +230,6 @@ def test_a_call_whose_record_is_being_written_is_left_to_finish(template: HfChat
         replica.state.gate.set()
         assert (await asking).status_code == 200
         (entry,) = await replica.state.entries()
-        assert entry.finish_reason == "stop"
+        assert entry.reply.finish_reason == "stop"
 
     asyncio.run(run())

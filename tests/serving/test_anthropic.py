@@ -97,14 +97,14 @@ def test_an_agent_s_next_call_continues_the_exact_ids_of_its_last(template: HfCh
         one, two = await replica.state.entries()
         assert (one.model_call_id, two.model_call_id) == (calling.id, saying.id)
         assert calling.id.startswith("msg_")
-        assert (one.requested_model, one.has_tools, one.parent) == ("claude-x", True, Root())
-        assert [item["arguments"] for item in one.output_items if item["type"] == "function_call"] == [
+        assert (one.request.requested_model, one.request.has_tools, one.parent) == ("claude-x", True, Root())
+        assert [item["arguments"] for item in one.reply.output_items if item["type"] == "function_call"] == [
             '{"city":  "Paris"}',
             '{"city": Rome}',
         ]
         cumulative = one.cumulative_ids()
         assert cumulative.tolist()[-8:] == [100, 101, 102, 103, 104, 105, 106, STOP_ID]
-        assert (two.parent, two.prefix_supplied) == (Continues(one.model_call_id, cumulative.size), True)
+        assert (two.parent, two.prefix.supplied) == (Continues(one.model_call_id, cumulative.size), True)
         np.testing.assert_array_equal(two.prompt_token_ids[: cumulative.size], cumulative)
         for message, entry in ((calling, one), (saying, two)):
             assert message.usage.input_tokens == entry.prompt_token_ids.size
@@ -161,7 +161,7 @@ def test_AN_01_a_new_system_message_at_the_end_does_not_move_what_came_before(te
         await ask(client, more, stream=False, system=system, tools=[WEATHER])
         one, two = await replica.state.entries()
         assert two.parent == Continues(one.model_call_id, one.cumulative_ids().size)
-        assert one.requested_model == "claude-x"
+        assert one.request.requested_model == "claude-x"
         rendered = template.decode(two.prompt_token_ids)
         for text in ("S", "Agents: a, b", "100 left"):
             assert text in rendered
@@ -210,7 +210,7 @@ def test_AN_09_what_claude_code_sends_is_taken(template: HfChatTemplate) -> None
         assert [tool.name for tool in call.request.conversation.tools] == ["get_weather"]
         assert call.max_tokens == 4096 - call.prompt_ids.size
         (entry,) = await replica.state.entries()
-        assert (entry.has_tools, entry.requested_model) == (True, "claude-haiku")
+        assert (entry.request.has_tools, entry.request.requested_model) == (True, "claude-haiku")
 
     asyncio.run(run())
 
@@ -299,7 +299,7 @@ def test_ST_08_a_stream_that_breaks_ends_in_an_error_and_not_in_a_stop(template:
         name, data = last.split("\n")
         assert (name, json.loads(data.removeprefix("data: "))["error"]["type"]) == ("event: error", "api_error")
         assert "message_stop" not in response.text
-        assert {entry.finish_reason for entry in await replica.state.entries()} == {"abort"}
+        assert {entry.reply.finish_reason for entry in await replica.state.entries()} == {"abort"}
 
     asyncio.run(run())
 

@@ -128,8 +128,8 @@ def test_half_an_emoji_that_a_parser_makes_reaches_nobody(template: HfChatTempla
         assert "a\ufffd" in response.text
         assert "f\ufffd" in response.text
         (entry,) = await replica.state.entries()
-        assert entry.finish_reason == "stop"
-        assert "a\ufffd" in json.dumps(entry.output_items, ensure_ascii=False)
+        assert entry.reply.finish_reason == "stop"
+        assert "a\ufffd" in json.dumps(entry.reply.output_items, ensure_ascii=False)
         assert (await replica.state.snapshot()).incomplete == ()
 
     asyncio.run(run())
@@ -285,8 +285,8 @@ def test_tools_that_were_left_out_are_on_record(template: HfChatTemplate) -> Non
         body = {"model": "policy", "input": "hi", "tools": [{"type": "file_search"}]}
         assert (await replica.http.post("/ng-rollout/r1/v1/responses", json=body)).status_code == 200
         one, two = await replica.state.entries()
-        assert one.normalized == ("tool_left_out:web_search",)
-        assert two.normalized == ("tool_left_out:file_search",)
-        assert not one.has_tools
+        assert one.request.normalized == ("tool_left_out:web_search",)
+        assert two.request.normalized == ("tool_left_out:file_search",)
+        assert not one.request.has_tools
 
     asyncio.run(run())

@@ -101,8 +101,8 @@ def test_CH_09_results_in_either_order_are_one_conversation(
             if prefix_supply:
                 assert second[name].parent == Continues(first.model_call_id, first.cum_len)
         assert second["called"].digest == second["completed"].digest
-        assert second["called"].turn_key == second["completed"].turn_key
-        assert [second[name].normalized for name in second] == [(), ("results_in_call_order",)]
+        assert second["called"].keys.turn_key == second["completed"].keys.turn_key
+        assert [second[name].request.normalized for name in second] == [(), ("results_in_call_order",)]
 
     asyncio.run(run())
 
@@ -120,9 +120,9 @@ def test_CH_09_where_ids_are_written_the_orders_are_two_conversations(dialect: s
             _, second[name] = await replica.state.entries(name)
             prompt = template.decode(second[name].prompt_token_ids)
             assert (prompt.index("value-A") < prompt.index("value-B")) is (name == "called")
-            assert second[name].prefix_supplied
-            assert second[name].normalized == ()
-        assert second["called"].turn_key != second["completed"].turn_key
+            assert second[name].prefix.supplied
+            assert second[name].request.normalized == ()
+        assert second["called"].keys.turn_key != second["completed"].keys.turn_key
 
     asyncio.run(run())
 
@@ -144,7 +144,7 @@ def test_schemas_and_arguments_keep_the_clients_order_and_lineage_compares_witho
             assert '"parameters": ' + json.dumps(SCHEMA) in prompt, "as the template writes what the client sent"
         echoed = template.decode(whole.prompt_token_ids).partition(ASK)[2]
         assert echoed.index("z_reason") < echoed.index("a_answer")
-        arguments = [item["arguments"] for item in first.output_items if item["type"] == "function_call"]
+        arguments = [item["arguments"] for item in first.reply.output_items if item["type"] == "function_call"]
         assert arguments == list(ARGUMENTS)
 
     asyncio.run(run())

@@ -170,7 +170,7 @@ def test_a_conversation_goes_on_in_any_dialect(template: HfChatTemplate, names: 
             Continues(one.model_call_id, one.cum_len),
             Continues(two.model_call_id, two.cum_len),
         ]
-        assert [entry.prefix_supplied for entry in (one, two, three)] == [False, True, True]
+        assert [entry.prefix.supplied for entry in (one, two, three)] == [False, True, True]
         np.testing.assert_array_equal(three.prompt_token_ids[: two.cum_len], two.cumulative_ids())
 
     asyncio.run(run())
@@ -185,7 +185,7 @@ def test_every_dialect_gives_the_same_ids(template: HfChatTemplate, prefix_suppl
         played = [await replica.state.entries(name) for name in APIS]
         for alike in zip(*played, strict=True):
             assert len({entry.digest for entry in alike}) == 1
-            assert len({entry.turn_key for entry in alike}) == 1
+            assert len({entry.keys.turn_key for entry in alike}) == 1
 
     asyncio.run(run())
 
@@ -204,7 +204,7 @@ def test_counted_tokens_are_those_of_the_prompt(template: HfChatTemplate, turns:
         last = (await replica.state.entries())[-1]
         assert counted.json() == {"input_tokens": last.prompt_token_ids.size}
         assert reply.status_code == 200
-        assert last.prefix_supplied is (turns > 0)
+        assert last.prefix.supplied is (turns > 0)
 
     asyncio.run(run())
 

@@ -78,7 +78,7 @@ def test_messages_turns_are_one_chain_of_ids(graph: Graph, stream: bool) -> None
         assert len(entries) == TURNS
         check_chain(entries)
         assert lengths == [(entry.prompt_len, entry.prompt_len) for entry in entries]
-        assert {entry.requested_model for entry in entries} == {"claude-haiku"}
+        assert {entry.request.requested_model for entry in entries} == {"claude-haiku"}
 
     asyncio.run(run())
 
@@ -153,7 +153,7 @@ def test_a_client_that_leaves_ends_its_call(graph: Graph) -> None:
             await stream.close()
         snapshot = await graph.snapshot("leaver")
         (entry,) = snapshot.entries
-        assert entry.finish_reason == "abort"
+        assert entry.reply.finish_reason == "abort"
         # Not what the limit allowed: half a minute of generation, or more.
         assert entry.generation_token_ids.size < 1500
 

@@ -81,12 +81,16 @@ def test_the_record_is_what_the_engine_reported(template: HfChatTemplate, stream
         assert entry.generation_token_ids.tolist() == [5, 6, 7]
         assert entry.generation_log_probs.tolist() == [-0.25, -1.0, -2.0]
         assert entry.parent == Root()
-        assert (entry.model, entry.requested_model, entry.has_tools) == ("policy", "claude-haiku", False)
-        assert (entry.finish_reason, entry.stop_reason, entry.max_tokens) == ("stop", "7", 9)
-        assert entry.weight_versions == script.weight_versions
-        assert entry.sampling == {"temperature": 0.5, "max_tokens": 9}
+        assert (entry.policy.model, entry.request.requested_model, entry.request.has_tools) == (
+            "policy",
+            "claude-haiku",
+            False,
+        )
+        assert (entry.reply.finish_reason, entry.reply.stop_reason, entry.request.max_tokens) == ("stop", "7", 9)
+        assert entry.policy.weight_versions == script.weight_versions
+        assert entry.request.sampling == {"temperature": 0.5, "max_tokens": 9}
         assert entry.digest == digest_ids(prompt, entry.generation_token_ids)
-        assert entry.output_items[0]["content"][0]["text"] == "He"
+        assert entry.reply.output_items[0]["content"][0]["text"] == "He"
         snapshot = await replica.state.snapshot()
         assert (snapshot.incomplete, snapshot.problems) == ((), ())
         if stream:
@@ -111,10 +115,10 @@ def test_the_next_turn_starts_with_the_ids_of_the_one_before(template: HfChatTem
         one, two = await replica.state.entries()
         cumulative = one.cumulative_ids()
         assert two.parent == Continues(one.model_call_id, cumulative.size)
-        assert (two.prefix_requested, two.prefix_supplied) == (True, True)
+        assert (two.prefix.requested, two.prefix.supplied) == (True, True)
         np.testing.assert_array_equal(replica.engine.calls[1].prompt_ids, two.prompt_token_ids)
         np.testing.assert_array_equal(two.prompt_token_ids[: cumulative.size], cumulative)
-        assert (one.prefix_requested, one.prefix_supplied) == (False, False)
+        assert (one.prefix.requested, one.prefix.supplied) == (False, False)
 
     asyncio.run(run())
 
@@ -127,7 +131,7 @@ def test_without_prefix_supply_the_template_renders_and_the_record_says_so(templ
         await replica.chat(USER, {"role": "assistant", "content": "Hello"}, USER)
         _, two = await replica.state.entries()
         assert two.parent == Unresolved("prefix_supply_off")
-        assert (two.prefix_requested, two.prefix_supplied) == (True, False)
+        assert (two.prefix.requested, two.prefix.supplied) == (True, False)
 
     asyncio.run(run())
 
@@ -145,7 +149,7 @@ def test_an_engine_that_changes_the_prompt_is_not_taken_for_a_continuation(templ
         await replica.chat(USER, {"role": "assistant", "content": "one"}, USER)
         _, two = await replica.state.entries()
         assert two.parent == Unresolved("prefix_not_kept_by_engine")
-        assert not two.prefix_supplied
+        assert not two.prefix.supplied
 
     asyncio.run(run())
 
@@ -178,7 +182,7 @@ def test_the_sampling_pin_is_forced_and_recorded(template: HfChatTemplate) -> No
         pinned = {**fields.NEUTRAL, "temperature": 0.5, "seed": 3, "stop": ["x"]}
         assert replica.engine.calls[0].request.sampling == pinned
         (entry,) = await replica.state.entries()
-        assert pinned.items() <= entry.sampling.items()
+        assert pinned.items() <= entry.request.sampling.items()
 
     asyncio.run(run())
 
@@ -277,8 +281,8 @@ def test_a_limit_that_nobody_asked_for_is_not_recorded_as_asked_for(template: Hf
         await replica.chat(USER)
         await replica.chat(USER, max_tokens=1)
         entries = await replica.state.entries()
-        assert [entry.asked_max_tokens for entry in entries] == [None, 1]
-        assert [entry.sampling.get("max_tokens") for entry in entries] == [None, 1]
+        assert [entry.request.asked_max_tokens for entry in entries] == [None, 1]
+        assert [entry.request.sampling.get("max_tokens") for entry in entries] == [None, 1]
 
     asyncio.run(run())
 
@@ -333,10 +337,10 @@ def test_CH_07_a_turn_cut_in_a_tool_call_says_length(
         last = events(response)[-1] if stream else response.json()
         assert last["choices"][0]["finish_reason"] == said
         (entry,) = await replica.state.entries()
-        assert entry.finish_reason == finish_reason
+        assert entry.reply.finish_reason == finish_reason
         assert entry.generation_token_ids.size == 12
-        assert entry.has_tools
-        (item,) = entry.output_items
+        assert entry.request.has_tools
+        (item,) = entry.reply.output_items
         assert (item["type"], item["arguments"]) == ("function_call", '{"city": "Pa')
 
     asyncio.run(run())
@@ -486,7 +490,7 @@ def test_ST_08_a_stream_that_ends_early_is_no_reply_and_nothing_to_train_on(
         assert never not in response.text
         snapshot = await replica.state.snapshot()
         (entry,) = snapshot.entries
-        assert (entry.finish_reason, entry.generation_token_ids.tolist()) == ("abort", [5])
+        assert (entry.reply.finish_reason, entry.generation_token_ids.tolist()) == ("abort", [5])
         assert snapshot.incomplete == ()
         assert not any(chain.loss_mask.any() for chain in build(snapshot).trajectories)
 
@@ -530,7 +534,7 @@ def test_a_generation_that_does_not_finish_is_no_reply(
         assert '"error"' in response.text
         assert response.status_code == (200 if stream else status)
         (entry,) = await replica.state.entries()
-        assert entry.finish_reason == "abort"
+        assert entry.reply.finish_reason == "abort"
 
     asyncio.run(run())
 

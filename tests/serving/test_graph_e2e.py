@@ -84,11 +84,11 @@ def check_chain(entries: list[TokenEntry]) -> None:
         if before is not None:
             np.testing.assert_array_equal(entry.prompt_token_ids[: before.cum_len], before.cumulative_ids())
             assert entry.prompt_len > before.cum_len
-        assert entry.prefix_supplied == entry.prefix_requested == (before is not None)
+        assert entry.prefix.supplied == entry.prefix.requested == (before is not None)
         assert entry.digest == digest_ids(entry.cumulative_ids())
         assert entry.generation_token_ids.size > 0
         assert np.all(entry.generation_log_probs <= 0)
-        assert (entry.sampling["temperature"], entry.sampling["top_p"]) == (1.0, 1.0)
+        assert (entry.request.sampling["temperature"], entry.request.sampling["top_p"]) == (1.0, 1.0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
@@ -135,10 +135,10 @@ def test_turns_with_tools_are_one_chain_of_ids(graph: Graph, template: HfChatTem
                 entry.prompt_len,
                 entry.generation_token_ids.size,
             )
-            arguments = [item["arguments"] for item in entry.output_items if item["type"] == "function_call"]
+            arguments = [item["arguments"] for item in entry.reply.output_items if item["type"] == "function_call"]
             calls = reply["message"].get("tool_calls", ())
             assert arguments == [call["function"]["arguments"] for call in calls]
-            assert entry.has_tools
+            assert entry.request.has_tools
 
     asyncio.run(run())
 
@@ -199,7 +199,7 @@ def test_clients_that_go_away_leave_aborted_calls_and_a_free_engine(graph: Graph
         await asyncio.gather(*(leave(number) for number in range(8)))
         for number in range(8):
             (entry,) = whole(await graph.snapshot(f"gone-{number}"))
-            assert entry.finish_reason == "abort"
+            assert entry.reply.finish_reason == "abort"
             assert 0 < entry.generation_token_ids.size < limit
 
     asyncio.run(run())
@@ -219,6 +219,6 @@ def test_log_probs_are_of_the_sampled_ids(graph: Graph) -> None:
         shown = reply.choices[0].logprobs.content
         assert [token.logprob for token in shown] == pytest.approx(entry.generation_log_probs.tolist(), abs=1e-6)
         assert all(len(token.top_logprobs) == 3 for token in shown)
-        assert (entry.model, entry.requested_model, reply.model) == ("policy", "any-name", "any-name")
+        assert (entry.policy.model, entry.request.requested_model, reply.model) == ("policy", "any-name", "any-name")
 
     asyncio.run(run())

@@ -103,7 +103,7 @@ def test_a_client_that_goes_away_frees_the_engine(template: HfChatTemplate, stre
         snapshot = await replica.state.snapshot()
         assert snapshot.incomplete == ()
         (entry,) = snapshot.entries
-        assert (entry.finish_reason, entry.delivered) == ("abort", None)
+        assert (entry.reply.finish_reason, entry.delivered) == ("abort", None)
         assert entry.generation_token_ids.tolist() == [5, 6][:n_steps]
         assert entry.prompt_token_ids.tolist() == replica.engine.calls[0].prompt_ids.tolist()
 
@@ -139,7 +139,7 @@ def test_an_engine_that_does_not_hear_is_asked_again_and_then_cut_off(
             await until(lambda: len(replica.engine.aborted) == 1)
             await _settled(replica)
         entries = await replica.state.entries()
-        assert [entry.finish_reason for entry in entries] == (["abort"] if deaf_to == 2 else [])
+        assert [entry.reply.finish_reason for entry in entries] == (["abort"] if deaf_to == 2 else [])
         assert asked > 2
 
     asyncio.run(run())
@@ -168,7 +168,7 @@ def test_a_client_that_goes_away_before_the_engine_has_its_call_leaves_nothing(
             await asyncio.sleep(0.05)  # lets the server see it; if it has not, the call ends as aborted
             may_begin.set()
             await _settled(replica)
-        assert all(entry.finish_reason == "abort" for entry in await replica.state.entries())
+        assert all(entry.reply.finish_reason == "abort" for entry in await replica.state.entries())
 
     asyncio.run(run())
 
@@ -199,7 +199,7 @@ def test_a_client_that_goes_away_during_the_put_leaves_the_record_of_the_whole_r
             await _settled(replica)
         snapshot = await replica.state.snapshot()
         (entry,) = snapshot.entries
-        assert (entry.finish_reason, snapshot.incomplete, snapshot.problems) == ("stop", (), ())
+        assert (entry.reply.finish_reason, snapshot.incomplete, snapshot.problems) == ("stop", (), ())
 
     asyncio.run(run())
 
@@ -436,7 +436,7 @@ def test_SF_01_many_clients_that_leave_free_the_engine(template: HfChatTemplate)
             await until(lambda: len(replica.engine.aborted) == 200)
         for number in range(200):
             (entry,) = await replica.state.entries(f"r{number}")
-            assert entry.finish_reason == "abort"
+            assert entry.reply.finish_reason == "abort"
 
     asyncio.run(run())
 
@@ -466,7 +466,7 @@ def test_64_clients_at_the_same_time_get_their_own_answers(template: HfChatTempl
             await asyncio.gather(*(talk(client, number) for number in range(64)))
         for number in range(64):
             one, two, three = await replica.state.entries(f"r{number}")
-            assert (two.prefix_supplied, three.prefix_supplied) == (True, True)
+            assert (two.prefix.supplied, three.prefix.supplied) == (True, True)
             assert three.prompt_token_ids[: two.cum_len].tolist() == two.cumulative_ids().tolist()
             assert two.prompt_token_ids[: one.cum_len].tolist() == one.cumulative_ids().tolist()
 

@@ -71,9 +71,9 @@ def test_late_messages_reach_the_policy_by_rules_that_are_on_record(
         assert two.parent == Continues(one.model_call_id, one.cum_len)
         prompt = template.decode(two.prompt_token_ids)
         assert prompt.index("Rule one.") < prompt.index(SAID) < prompt.index("Rule two.")
-        assert one.normalized == first
-        assert [rule for rule in two.normalized if rule != "developer_as_system"] == list(rules)
-        assert ("developer_as_system" in two.normalized) is (late == "developer")
+        assert one.request.normalized == first
+        assert [rule for rule in two.request.normalized if rule != "developer_as_system"] == list(rules)
+        assert ("developer_as_system" in two.request.normalized) is (late == "developer")
 
     asyncio.run(run())
 

@@ -136,7 +136,7 @@ def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTem
         (call,) = replica.engine.calls
         assert call.max_tokens == 64 - call.prompt_ids.size
         (entry,) = await replica.state.entries()
-        assert entry.max_tokens == 1000
+        assert entry.request.max_tokens == 1000
 
     asyncio.run(run())
 

@@ -88,7 +88,7 @@ def test_a_response_is_the_generation_and_its_record_has_its_id(template: HfChat
         assert response.usage is not None
         assert response.usage.input_tokens == entry.prompt_token_ids.size
         assert response.usage.output_tokens == entry.generation_token_ids.size
-        assert (entry.parent, entry.max_tokens, entry.requested_model) == (Root(), 50, "gpt-any")
+        assert (entry.parent, entry.request.max_tokens, entry.request.requested_model) == (Root(), 50, "gpt-any")
         assert template.decode(entry.prompt_token_ids).index("Be brief.") < template.decode(
             entry.prompt_token_ids
         ).index("How warm?")
@@ -117,7 +117,7 @@ def test_an_agent_that_echoes_items_continues_from_the_very_ids(template: HfChat
         assert second.output_text == "27."
         one, two = await replica.state.entries()
         assert two.parent == Continues(one.model_call_id, one.cum_len)
-        assert two.prefix_supplied
+        assert two.prefix.supplied
         np.testing.assert_array_equal(two.prompt_token_ids[: one.cum_len], one.cumulative_ids())
         offered = [tool.name for tool in replica.engine.calls[0].request.conversation.tools]
         assert offered == ["weather", "agents__ask"]
@@ -286,7 +286,7 @@ def test_RS_09_no_tools_to_choose_from_are_none_on_record(template: HfChatTempla
         response = await client_of(replica).responses.create(model="policy", input="q", tools=[], tool_choice="auto")
         assert response.output_text == "a"
         (entry,) = await replica.state.entries()
-        assert not entry.has_tools
+        assert not entry.request.has_tools
 
     asyncio.run(run())
 
@@ -306,7 +306,7 @@ def test_a_generation_that_was_cut_off_is_incomplete(template: HfChatTemplate, s
         assert response.incomplete_details is not None
         assert response.incomplete_details.reason == "max_output_tokens"
         (entry,) = await replica.state.entries()
-        assert entry.finish_reason == "length"
+        assert entry.reply.finish_reason == "length"
 
     asyncio.run(run())
 
@@ -325,7 +325,7 @@ def test_ST_08_an_engine_that_dies_in_mid_stream_ends_it_in_response_failed(temp
         assert last.response.error.code == "server_error"
         assert not any(event.type == "response.completed" for event in events)
         for entry in await replica.state.entries():
-            assert entry.finish_reason not in ("stop", "length", "tool_calls")
+            assert entry.reply.finish_reason not in ("stop", "length", "tool_calls")
 
     asyncio.run(run())
 

@@ -48,10 +48,10 @@ async def played(template: HfChatTemplate, dialect: str, *turns: str, stop: bool
         response = await replica.http.post(f"/ng-rollout/r1/v1/{PATHS[dialect]}", json=sent)
         assert response.status_code == 200, response.text
     *_, before, last = await replica.state.entries()
-    if last.prefix_supplied:
+    if last.prefix.supplied:
         assert last.parent == Continues(before.model_call_id, before.cum_len)
         assert last.prompt_token_ids[: before.cum_len].tolist() == before.cumulative_ids().tolist()
-    return last.parent, last.normalized, template.decode(last.prompt_token_ids)
+    return last.parent, last.request.normalized, template.decode(last.prompt_token_ids)
 
 
 @pytest.mark.parametrize("stop", [True, False], ids=["asked again", "asked once"])
@@ -147,7 +147,7 @@ def test_what_anthropic_s_library_makes_of_a_cut_call_is_that_call(
             ]
         first, second = await replica.state.entries()
         assert second.parent == Continues(first.model_call_id, first.cum_len)
-        assert second.normalized == ("cut_call_closed" if stream else "cut_call_left_out",)
+        assert second.request.normalized == ("cut_call_closed" if stream else "cut_call_left_out",)
         assert second.prompt_token_ids[: first.cum_len].tolist() == first.cumulative_ids().tolist()
 
     asyncio.run(run())

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
 
-from gym_capture.codec import encode_delta
+from gym_capture.codec import encode_suffix
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
 from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.protocols import LineageStore, Resolved
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved
+from gym_capture.record_fields import with_values
+from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.serving.state import StateClient
 from gym_capture.serving.state_messages import BeginCall, CommitBytes, Request
 from gym_capture.stores.log import LogStore
@@ -57,7 +57,7 @@ def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_ac
     async def run() -> None:
         state = client(tmp_path)
         epoch = await state.write(Begin(intent("a")))
-        entry = replace(
+        entry = with_values(
             call("a", [1, 2], [3], parent=Root(), turn_key="k1"),
             asked_key="asked",
             other_turn_keys={"with stop": "stop_string_put_back"},
@@ -115,7 +115,7 @@ def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store
             state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
             state._send("r1", CommitBytes(cast(bytes, 5), epoch)),
             state._send("r1", CommitBytes(b"not a record", epoch)),
-            state._send("r1", CommitBytes(encode_delta(entry)[:-8], epoch)),
+            state._send("r1", CommitBytes(encode_suffix(entry)[:-8], epoch)),
             state._send("r1", Commit(entry, epoch=epoch)),
             state._send("r1", cast(Request, ("no", "such", "request"))),
             state._send("r1", BeginCall(cast(CallIntent, "a"))),
@@ -142,7 +142,7 @@ class Together(LogStore):
     async def write_many(self, operations: Sequence[Operation]) -> list[int | GymCaptureError]:
         commits = [operation for operation in operations if isinstance(operation, Commit)]
         if commits:
-            assert all(encode_delta(commit.entry) == commit.encoded for commit in commits)
+            assert all(encode_suffix(commit.entry) == commit.encoded for commit in commits)
             self.seen.append([commit.call_id for commit in commits])
             if self.is_broken:
                 raise StoreUnavailableError("the disk is gone")
@@ -165,7 +165,7 @@ def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_pat
         again = call("c", [1], [0], parent=Root(), turn_key="k", rollout_id="r0")
         other = call("c", [1], [9], parent=Root(), turn_key="k", rollout_id="r1")
         late = call("d", [1], [9], parent=Root(), rollout_id="r2")
-        orphan = call("e", [2], [9], parent=Continues("nobody", 2), prompt_offset=2, rollout_id="r3")
+        orphan = suffix_of(call("e", [1, 1, 2], [9], parent=Continues("nobody", 2), rollout_id="r3"))
         answers = await asyncio.gather(
             state.write(Begin(intent("x", "r0"))),
             puts[0],
@@ -298,7 +298,8 @@ def test_records_are_kept_as_their_producer_encoded_them(tmp_path: Path) -> None
         state = client(tmp_path)
         await play(state, "r1", calls=3)
         first, second, third = (await state.freeze("r1")).entries
-        assert [entry.is_delta for entry in (first, second, third)] == [False, True, True]
         assert third.parent == Continues("c1", 7)
+        encoded = await state.shards[0].freeze.remote("r1")
+        assert encoded.endswith(b"".join(map(encode_suffix, (first, second, third))))
 
     asyncio.run(run())

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from pathlib import Path
 
 import pytest
 
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
 from gym_capture.operations import Commit, Drop, Operation
+from gym_capture.record_fields import with_values
 from gym_capture.records import Continues, Root
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED
 from gym_capture.serving.state import ShardStats
@@ -34,7 +35,7 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         await begun.sink.mark_incomplete("capture_failed:lost")
         await begun.sink.mark_delivery("c2", delivered=False)
         supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
-        supplied = replace(supplied, normalized=("billing_header", "tool_left_out:mcp"))
+        supplied = with_values(supplied, normalized=("billing_header", "tool_left_out:mcp"))
         refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
         for entry in (supplied, refused):
             await begun.sink.put(entry)

@@ -99,7 +99,7 @@ def test_consumed_rollouts_are_read_back_attempt_by_attempt(tmp_path: Path) -> N
     snapshots = list(read_snapshots(tmp_path, consumed=True))
     assert [snapshot.snapshot_id for snapshot in snapshots] == consumed
     for snapshot, text in zip(snapshots, ("first", "second"), strict=True):
-        assert [entry.output_items[0]["content"][0]["text"] for entry in snapshot.entries] == [text, text]
+        assert [entry.reply.output_items[0]["content"][0]["text"] for entry in snapshot.entries] == [text, text]
 
 
 def test_directory_without_a_log_is_empty(tmp_path: Path) -> None:

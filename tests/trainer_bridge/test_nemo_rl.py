@@ -16,7 +16,9 @@ from gym_capture.builder import BuildOptions, build
 from gym_capture.data.advantages import reward_problems
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import RecordError
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan
+from gym_capture.record_fields import with_values
+from gym_capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan, suffix_of
+from tests.calls import entry_of
 from tests.rollout_strategies import damaged_rollouts, snapshot_of
 from trainer_bridge.finished import FinishedRollout, read_finished
 from trainer_bridge.nemo_rl import MixedPromptsWarning, contiguity_walk, project, project_group
@@ -26,7 +28,7 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": value}]}
 
 
-CALL_A = TokenEntry(
+CALL_A = entry_of(
     rollout_id="r1",
     model_call_id="a",
     model="served",
@@ -39,7 +41,7 @@ CALL_A = TokenEntry(
     output_items=({"type": "reasoning", "summary": []}, text("hi"), {"type": "function_call", "name": "ls"}),
     token_item_index=1,
 )
-CALL_B = replace(
+CALL_B = with_values(
     CALL_A,
     model_call_id="b",
     prompt_token_ids=np.array([1, 2, 3, 9, 4], dtype=np.int32),
@@ -79,7 +81,7 @@ def token_bearing(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_a_record() -> None:
     record = project(
-        finished(snapshot_of([CALL_B.as_delta(), CALL_A]), reward_components={"answer": 0.75, "style": 0.25})
+        finished(snapshot_of([suffix_of(CALL_B), CALL_A]), reward_components={"answer": 0.75, "style": 0.25})
     )
     tokens_a = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 9], "generation_log_probs": [-0.5, -0.25]}
     tokens_b = {"prompt_token_ids": [1, 2, 3, 9, 4], "generation_token_ids": [5], "generation_log_probs": [-0.125]}
@@ -102,18 +104,18 @@ def test_a_record() -> None:
 
 def test_the_items_of_the_snapshot_are_left_alone() -> None:
     project(finished(snapshot_of([CALL_A])))
-    assert all("prompt_token_ids" not in item for item in CALL_A.output_items)
+    assert all("prompt_token_ids" not in item for item in CALL_A.reply.output_items)
 
 
 def test_a_call_without_items_gets_one_that_carries_the_ids() -> None:
-    (item,) = project(finished(snapshot_of([replace(CALL_A, output_items=(), token_item_index=None)])))["response"][
+    (item,) = project(finished(snapshot_of([with_values(CALL_A, output_items=(), token_item_index=None)])))["response"][
         "output"
     ]
     assert (item["type"], item["role"], item["generation_token_ids"]) == ("message", "assistant", [3, 9])
 
 
 def test_a_call_without_loss_keeps_its_text_and_becomes_prompt() -> None:
-    aborted = replace(CALL_A, finish_reason="abort")
+    aborted = with_values(CALL_A, finish_reason="abort")
     output = project(finished(snapshot_of([aborted, CALL_B])))["response"]["output"]
     assert [item.get("generation_token_ids") for item in output] == [None, None, None, [5]]
     assert [message.token_ids for message in contiguity_walk(output)] == [(1, 2, 3, 9, 4), (5,)]
@@ -131,14 +133,14 @@ def test_another_chain_does_not_train_what_it_shares() -> None:
 
 
 def test_generations_under_several_weights_are_one_item() -> None:
-    entry = replace(CALL_A, weight_versions=(WeightSpan(0, 1, "1"), WeightSpan(1, 2, "2")))
+    entry = with_values(CALL_A, weight_versions=(WeightSpan(0, 1, "1"), WeightSpan(1, 2, "2")))
     (item,) = token_bearing(project(finished(snapshot_of([entry]))))
     assert item["generation_token_ids"] == [3, 9]
 
 
 def test_routed_experts_have_a_row_for_each_id() -> None:
-    a = replace(CALL_A, routed_experts=np.array([[[1]], [[2]], [[3]]], dtype=np.int16))
-    b = replace(CALL_B, routed_experts=np.array([[[1]], [[2]], [[3]], [[4]], [[5]]], dtype=np.int16))
+    a = with_values(CALL_A, routed_experts=np.array([[[1]], [[2]], [[3]]], dtype=np.int16))
+    b = with_values(CALL_B, routed_experts=np.array([[[1]], [[2]], [[3]], [[4]], [[5]]], dtype=np.int16))
     first, second = token_bearing(project(finished(snapshot_of([a, b]))))
     assert first["routed_experts"] == [[[1]], [[2]], [[3]], [[4]]]
     assert second["routed_experts"] == [[[1]], [[2]], [[3]], [[4]], [[5]], [[0]]]
