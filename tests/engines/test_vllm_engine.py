@@ -306,10 +306,12 @@ def test_SF_08_calls_in_flight_while_the_weights_get_another_version(running: Ru
     snapshots = [running.runner.run(state.snapshot(f"r{number}")) for number in range(16)]
     assert all(snapshot.incomplete == () for snapshot in snapshots)
     entries = [entry for snapshot in snapshots for entry in snapshot.entries]
-    versions = {tuple(span.version for span in entry.weight_versions) for entry in entries}
+    versions = {tuple(span.version for span in entry.policy.weight_versions) for entry in entries}
     if mode == "keep":
         assert [response.status_code for response in responses] == [200] * 16
-        assert [(entry.finish_reason, entry.generation_token_ids.size) for entry in entries] == [("length", 100)] * 16
+        assert [(entry.reply.finish_reason, entry.generation_token_ids.size) for entry in entries] == [
+            ("length", 100)
+        ] * 16
         assert {("old", "new"), ("new",)} <= versions
         return
     assert all(
@@ -317,7 +319,7 @@ def test_SF_08_calls_in_flight_while_the_weights_get_another_version(running: Ru
         or ("[DONE]" not in response.text and "ask again" in response.text)
         for response in responses
     )
-    assert {entry.finish_reason for entry in entries} == {"abort"}
+    assert {entry.reply.finish_reason for entry in entries} == {"abort"}
     assert all(entry.generation_token_ids.size < 100 for entry in entries)
     assert versions <= {("old",), ()}
     assert all(not np.any(chain.loss_mask) for snapshot in snapshots for chain in build(snapshot).trajectories)

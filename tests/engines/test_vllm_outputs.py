@@ -165,7 +165,7 @@ def check_engine_fault(response: httpx.Response, state: LocalState, *, stream: b
     if response.status_code >= 500:
         assert "error" in json.loads(response.text)
     for entry in asyncio.run(state.snapshot()).entries:  # of what had come before
-        assert entry.finish_reason == "abort"
+        assert entry.reply.finish_reason == "abort"
 
 
 def test_outputs_that_align_are_recorded() -> None:

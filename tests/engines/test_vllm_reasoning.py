@@ -199,7 +199,7 @@ def test_ST_12_every_turn_is_read_like_the_first(parser: str, opens: bool, suppl
     ended = None if parser == "granite" else False
     assert [reading[:4] for reading in readings] == [(thought, "answer", [], ended) for thought in THOUGHTS]
     if supply:
-        assert [entry.prefix_supplied for entry in asyncio.run(state.entries())] == [False, True, True, True]
+        assert [entry.prefix.supplied for entry in asyncio.run(state.entries())] == [False, True, True, True]
     for reading in readings:
         assert 2 <= reading.reasoning_tokens < 45
 
