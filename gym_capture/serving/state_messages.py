@@ -53,12 +53,10 @@ Request: TypeAlias = BeginCall | CommitBytes | Resolve | Operation
 
 def packed(operation: Operation) -> Request:
     """An operation as it travels. Raises `RecordError` as `codec.encode_suffix`."""
-    match operation:
-        case Commit(entry):
-            data = encode_suffix(entry) if operation.encoded is None else operation.encoded
-            return CommitBytes(data, operation.epoch)
-        case _:
-            return operation
+    if not isinstance(operation, Commit):
+        return operation
+    data = encode_suffix(operation.entry) if operation.encoded is None else operation.encoded
+    return CommitBytes(data, operation.epoch)
 
 
 def unpacked(sent: CommitBytes) -> Commit:
