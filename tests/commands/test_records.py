@@ -245,7 +245,7 @@ def test_building_the_export_gives_the_trajectories_of_the_log(
     with pytest.raises(SystemExit):
         cli.main(["build", str(tmp_path / "captures"), "--out", str(tmp_path / "built")])
     from_log = [
-        to_table(rows(build(snapshot), group_id=snapshot.rollout_id, reward=None))
+        to_table(rows(build(snapshot), snapshot=snapshot, group_id=snapshot.rollout_id, reward=None))
         for shard in sorted(state.iterdir())
         for snapshot in read_snapshots(shard)
     ]
