@@ -175,8 +175,8 @@ def _path_of(name: str, table: Mapping[str, str], kind: str) -> str:
         return name
     if name not in table:
         raise ConfigError(
-            f"there is no {kind} {name!r}{_meant(name, table)}; there are {', '.join(sorted(table))}, and your own by an "
-            "import path such as 'package.module:name'"
+            f"there is no {kind} {name!r}{_meant(name, table)}; there are {', '.join(sorted(table))}, and your own "
+            "by an import path such as 'package.module:name'"
         )
     return table[name]
 
