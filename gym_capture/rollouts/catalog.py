@@ -34,6 +34,7 @@ them."""
 
 HARNESSES: Final[Mapping[str, str]] = {
     "tool-loop": "gym_capture.rollouts.harness:tool_loop",
+    "command": "gym_capture.rollouts.harnesses.command:command",
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "register": "gym_capture.rollouts.environment:Register",

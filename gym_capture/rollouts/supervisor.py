@@ -1,13 +1,13 @@
 """A small process between a job and a program that it starts: `supervised` runs this file as a script.
 
-Invariant: when this process ends by itself, nothing that the program started is left - not what it put into sessions of
-its own, not what a dead parent left behind: all of it is handed to this process, which is their *subreaper*. It ends when
-the program does, when it is told to, and when whoever started it is gone, whatever ended that one.
+Invariant: when this process ends by itself, nothing that the program started is left - not what it put into sessions
+of its own, not what a dead parent left behind: all of it is handed to this process, which is their *subreaper*. It ends
+when the program does, when it is told to, and when whoever started it is gone, whatever ended that one.
 
 Flow: `supervisor.py MAX_FILE_BYTES STDIN_FILE PROGRAM ARGUMENT...`, with one end of a socket as standard input. The
 program runs in a session of its own, with standard input from the file. When it is over, or the socket's other end is
-closed, every child is killed until there are none; then one line of JSON goes to the socket: `status`, `signal`, `error`
-(it could not be started), `killed` (how many others were killed), `left` (some could not be).
+closed, every child is killed until there are none; then one line of JSON goes to the socket: `status`, `signal`,
+`error` (it could not be started), `left` (some children could not be killed).
 
 Only the standard library, and little of it: it starts once for each rollout.
 """
