@@ -35,9 +35,12 @@ them."""
 HARNESSES: Final[Mapping[str, str]] = {
     "tool-loop": "gym_capture.rollouts.harness:tool_loop",
     "command": "gym_capture.rollouts.harnesses.command:command",
+    "claude-code": "gym_capture.rollouts.harnesses.claude_code:claude_code",
+    "codex": "gym_capture.rollouts.harnesses.codex:codex",
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "register": "gym_capture.rollouts.environment:Register",
+    "work-folder": "gym_capture.rollouts.environments.work_folder:WorkFolder",
 }
 
 _TASK_ARGUMENTS: Final = ("count", "seed")

@@ -82,7 +82,7 @@ async def run_supervised(
             *command,
             cwd=folder,
             env=dict(environment),
-            stdin=theirs,
+            stdin=theirs.fileno(),
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,

@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> None:
     program = _started(command, stdin_file, int(max_file_bytes), libc, report)
     ended: dict[int, int] = {}
     while program is not None and program not in ended:
-        readable, _, _ = select.select([control, woken], [], [])
-        if control in readable:
+        readable, _, _ = select.select([control.fileno(), woken], [], [])
+        if control.fileno() in readable:
             break
         os.read(woken, 4096)
         _reap(ended)

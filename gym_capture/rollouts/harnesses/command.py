@@ -96,8 +96,8 @@ class Invocation:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Besides what every program is told."""
     home_files: Mapping[str, str] = field(default_factory=dict)
-    stdin: bool = False
-    """Whether the task is its standard input, which is empty otherwise."""
+    stdin: str | None = None
+    """Its standard input, which is empty otherwise."""
 
 
 class Program(Protocol):
@@ -151,6 +151,9 @@ class CommandHarness:
             (play.folder / name).mkdir()
         write_below(play.folder, _TASK_FILE, play.whole_task.encode())
         write_below(play.folder, "messages.json", json.dumps(list(observation.messages)).encode())
+        stdin = None if invocation.stdin is None else play.folder / "stdin.txt"
+        if invocation.stdin is not None:
+            write_below(play.folder, "stdin.txt", invocation.stdin.encode())
         for name, content in invocation.home_files.items():
             write_below(play.home, name, content.encode())
         too_long = [part for part in invocation.command if len(part.encode()) > _LONGEST_VARIABLE]
@@ -163,7 +166,7 @@ class CommandHarness:
             invocation.command,
             folder=play.work,
             environment={**self._told(play), **self._environment, **invocation.environment},
-            stdin=play.folder / _TASK_FILE if invocation.stdin else None,
+            stdin=stdin,
             bounds=self._bounds,
         )
         if ended.timed_out:
@@ -195,12 +198,10 @@ class CommandHarness:
         return {**passed_on(), **told}
 
 
-def failed_by_status(ended: Ended) -> Failed | None:
-    """What a program that did not end well failed with; None if it did."""
-    if ended.status == 0:
-        return None
+def failed_by_status(ended: Ended, *, said: str = "") -> Failed:
+    """What a program failed with that did not end well, with what it said: by default the end of what it wrote."""
     how = f"exit status {ended.status}" if ended.status is not None else f"killed by signal {ended.signal}"
-    return _failed(AttemptFailure.COMMAND_FAILED, how, ended)
+    return _failed(AttemptFailure.COMMAND_FAILED, how, ended, said=said)
 
 
 def installed(program: Sequence[str], *, hint: str) -> list[str]:
@@ -281,21 +282,20 @@ class _AnyCommand:
         place = re.compile("|".join(rf"\{{{name}\}}" for name in _PLACES))
         # In one pass: what stands in a task is not looked at again.
         parts = [place.sub(lambda found: values[found[0][1:-1]], part) for part in self.command]
-        return Invocation(command=parts, stdin=self.stdin)
+        return Invocation(command=parts, stdin=play.whole_task if self.stdin else None)
 
     def outcome(self, ended: Ended, play: Play) -> Outcome:
-        failed = failed_by_status(ended)
-        if failed is not None:
-            return failed
+        if ended.status != 0:
+            return failed_by_status(ended)
         if self.answer == "file":
             found = play.answer(limit=self.limit)
             return found if isinstance(found, Failed) else Completed(found, n_calls=0)
         return Completed(ended.stdout.decode(errors="replace").strip(), n_calls=0)
 
 
-def _failed(reason: AttemptFailure, how: str, ended: Ended) -> Failed:
+def _failed(reason: AttemptFailure, how: str, ended: Ended, *, said: str = "") -> Failed:
     """With the end of what it wrote, which is where programs say what is wrong."""
-    said = (ended.stderr.strip() or ended.stdout.strip()).decode(errors="replace")[-_LONGEST_DETAIL:]
+    said = said or (ended.stderr.strip() or ended.stdout.strip()).decode(errors="replace")[-_LONGEST_DETAIL:]
     return Failed(reason, f"{how}: {said}" if said else how)
 
 
@@ -313,7 +313,7 @@ def _said_by(observation: Observation, *roles: str) -> str:
 def _text(content: Any) -> str:
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, Sequence) else [None]
-    if all(isinstance(part, Mapping) and part.get("type") == "text" for part in parts):
-        return "".join(str(part["text"]) for part in parts)
+    texts = [part.get("text") for part in content or [] if isinstance(part, Mapping) and part.get("type") == "text"]
+    if texts and len(texts) == len(content):
+        return "".join(map(str, texts))
     raise ConfigError("a program can be told text alone: the task has other content")
