@@ -1,7 +1,7 @@
 """An environment for agents that are programs: a folder to work in, scored by what is in it afterwards.
 
 Invariant: everything follows from the task's data: the files to begin with, and the check. What an agent leaves behind
-- links that lead elsewhere, FIFOs, files without end, too much of it, a program under test that hangs or starts others -
+(links that lead elsewhere, FIFOs, files without end, too much of it, a program under test that hangs or starts others)
 is a wrong result and costs its reward. It neither reaches a file outside of the folder nor holds the job up. The files
 of the check come into the folder when the agent is done, so it has not seen them.
 
