@@ -40,6 +40,7 @@ HARNESSES: Final[Mapping[str, str]] = {
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "register": "gym_capture.rollouts.environment:Register",
+    "reasoning-gym": "gym_capture.rollouts.environments.reasoning_gym:ReasoningGym",
     "work-folder": "gym_capture.rollouts.environments.work_folder:WorkFolder",
 }
 

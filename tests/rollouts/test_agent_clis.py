@@ -1,4 +1,5 @@
-"""Claude Code and Codex as harnesses, played by scripts that say what the real ones say (`make test-clients` has those).
+"""Claude Code and Codex as harnesses, played by scripts that say what the real ones say; `make test-clients` has
+those.
 
 What they wrote was noted from Claude Code 2.1.197 and Codex 0.171.0, against a server that answers with each status.
 """
