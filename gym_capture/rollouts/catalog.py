@@ -36,6 +36,7 @@ HARNESSES: Final[Mapping[str, str]] = {
     "tool-loop": "gym_capture.rollouts.harness:tool_loop",
     "command": "gym_capture.rollouts.harnesses.command:command",
     "claude-code": "gym_capture.rollouts.harnesses.claude_code:claude_code",
+    "mini-swe-agent": "gym_capture.rollouts.harnesses.mini_swe_agent:mini_swe_agent",
     "codex": "gym_capture.rollouts.harnesses.codex:codex",
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {

@@ -1,7 +1,7 @@
-"""Claude Code and Codex as harnesses, played by scripts that say what the real ones say; `make test-clients` has
-those.
+"""Claude Code, Codex and mini-swe-agent as harnesses, played by scripts that say what the real ones say.
 
-What they wrote was noted from Claude Code 2.1.197 and Codex 0.171.0, against a server that answers with each status.
+What they wrote was noted from Claude Code 2.1.197, Codex 0.171.0 and mini-swe-agent 2.4.6, against a server that
+answers with each status. `make test-clients` runs the first two themselves.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def test_other_errors_are_told_in_the_agents_own_words() -> None:
     assert (outcome.reason, outcome.detail) == (AttemptFailure.COMMAND_FAILED, "['it broke']")
 
 
-@pytest.mark.parametrize("name", ["claude-code", "codex"])
+@pytest.mark.parametrize("name", ["claude-code", "codex", "mini-swe-agent"])
 def test_a_crash_is_told_with_its_last_words(name: str) -> None:
     outcome = played(name, "import sys; sys.exit('Error: Cannot find module')")
     assert isinstance(outcome, Failed)
@@ -176,12 +176,63 @@ def test_an_output_that_is_not_understood_is_no_answer(output: str) -> None:
     assert outcome.reason == AttemptFailure.NO_ANSWER
 
 
+def mini(status: str, *, submission: str = "", calls: int = 2, code: int = 0, error: str = "") -> Outcome:
+    info = {"exit_status": status, "submission": submission, "model_stats": {"api_calls": calls}, "mini_version": "2"}
+    script = f"""
+import json, sys
+open(sys.argv[sys.argv.index("--output") + 1], "w").write(json.dumps({{"info": {info!r}, "messages": []}}))
+sys.stderr.write("Traceback\\n" + {error!r} + "\\n")
+sys.exit({code})
+"""
+    return played("mini-swe-agent", script)
+
+
+def test_mini_swe_agent_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    words, environment, _, files = told("mini-swe-agent", tmp_path / "told", system, TASK, max_steps=7, model="m")
+    assert "--task=Be brief.\n\n--do it" in words
+    assert {"--model=openai/m", "agent.step_limit=7"} <= {*words}
+    assert environment["OPENAI_API_BASE"] == ENDPOINT.base_url
+    assert environment["OPENAI_API_KEY"] == "token-of-r1"
+    assert environment["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"
+    assert files == {}
+
+
+def test_how_mini_swe_agent_ends() -> None:
+    assert mini("Submitted", submission="All done.\n", calls=3) == Completed("All done.", n_calls=3)
+    for limit in ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError"):
+        assert mini(limit, calls=50) == Completed("", n_calls=50)
+    said = "litellm.BadRequestError: OpenAIException - it says no"
+    assert mini("BadRequestError", code=1, error=said) == Failed(
+        AttemptFailure.REFUSED, f"BadRequestError: {said}", 2, retryable=False
+    )
+    outcome = mini("AuthenticationError", code=1)
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.ends_job) == (AttemptFailure.UNAUTHORIZED, True)
+    outcome = mini("SomethingNew", code=1, error="oh")
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.retryable) == (AttemptFailure.COMMAND_FAILED, True)
+
+
+@pytest.mark.parametrize("trajectory", ["", "[]", '{"info": {}}', '{"info": {"exit_status": "Submitted"}}'])
+def test_a_trajectory_that_is_not_understood_is_no_answer(trajectory: str) -> None:
+    script = f"import sys; open(sys.argv[sys.argv.index('--output') + 1], 'w').write({trajectory!r})"
+    outcome = played("mini-swe-agent", script)
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == AttemptFailure.NO_ANSWER
+
+
 @pytest.mark.parametrize(
-    ("name", "package"), [("claude-code", "@anthropic-ai/claude-code"), ("codex", "@openai/codex")]
+    ("name", "how"),
+    [
+        ("claude-code", "npm install -g @anthropic-ai/claude-code"),
+        ("codex", "npm install -g @openai/codex"),
+        ("mini-swe-agent", "pipx install mini-swe-agent"),
+    ],
 )
 def test_what_is_not_installed_is_said_before_anything_runs(
-    name: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ConfigError, match=f"is not on the PATH .*: npm install -g {package}"):
+    with pytest.raises(ConfigError, match=f"is not on the PATH .*: {how}"):
         harness_factory(name)()
