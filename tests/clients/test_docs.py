@@ -15,12 +15,13 @@ def test_codex_runs_with_the_documented_config() -> None:
     _, _, rest = DOCS.partition("```toml\n")
     documented, _, _ = rest.partition("```")
     base_url = '"http://HOST:8000/ng-rollout/my-rollout/v1"'
-    config = CONFIG.format(model='"policy"', context=32_768, base_url=base_url, retries=4)
+    config = CONFIG.format(model='"policy"', context=32_768, base_url=base_url, retries=4, idle_ms=3_600_000)
     assert tomllib.loads(documented) == tomllib.loads(config)
 
 
 def test_claude_code_runs_with_the_documented_environment() -> None:
     for name, value in SETTINGS.items():
         assert f" {name}={value}" in DOCS
-    for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", "CLAUDE_CODE_MAX_CONTEXT_TOKENS"):
+    named = ["CLAUDE_STREAM_IDLE_TIMEOUT_MS", "API_TIMEOUT_MS", "CLAUDE_CODE_MAX_CONTEXT_TOKENS"]
+    for name in ("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY", *named):
         assert f"export {name}=" in DOCS

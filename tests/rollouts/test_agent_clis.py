@@ -71,7 +71,9 @@ open({str(where)!r}, "w").write(json.dumps(told))
 
 
 def test_claude_code_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
-    words, environment, task, files = told("claude-code", tmp_path / "told", max_turns=7, max_context_tokens=4096)
+    words, environment, task, files = told(
+        "claude-code", tmp_path / "told", max_turns=7, max_context_tokens=4096, call_timeout_s=90.5
+    )
     assert task == "--do it"
     assert "--do it" not in words
     assert words[words.index("--tools") + 1] == "Bash"
@@ -82,6 +84,7 @@ def test_claude_code_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
     assert environment["ANTHROPIC_API_KEY"] == "token-of-r1"
     assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
     assert environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
+    assert environment["API_TIMEOUT_MS"] == environment["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == "90500"
     assert files == {}
 
 
@@ -111,6 +114,7 @@ def test_codex_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
     assert files == {}
     assert config["model"] == 'a "model"'
     assert config["model_providers"]["graph"]["base_url"] == ENDPOINT.base_url
+    assert config["model_providers"]["graph"]["stream_idle_timeout_ms"] == 3_600_000
     assert config["analytics"]["enabled"] is False
 
 
@@ -191,7 +195,7 @@ def test_mini_swe_agent_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     words, environment, _, files = told("mini-swe-agent", tmp_path / "told", system, TASK, max_steps=7, model="m")
     assert "--task=Be brief.\n\n--do it" in words
-    assert {"--model=openai/m", "agent.step_limit=7"} <= {*words}
+    assert {"--model=openai/m", "agent.step_limit=7", "model.model_kwargs.timeout=3600.0"} <= {*words}
     assert environment["OPENAI_API_BASE"] == ENDPOINT.base_url
     assert environment["OPENAI_API_KEY"] == "token-of-r1"
     assert environment["LITELLM_LOCAL_MODEL_COST_MAP"] == "True"

@@ -68,6 +68,9 @@ def test_size_counts_files_names_and_no_links(folder: Path) -> None:
 
 
 def test_removing_follows_no_link(folder: Path) -> None:
+    outside = folder.parent / "outside"
+    outside.chmod(0o750)
     remove(folder)
     assert not folder.exists()
-    assert (folder.parent / "outside" / "secret").exists()
+    assert (outside / "secret").exists()
+    assert outside.stat().st_mode & 0o777 == 0o750

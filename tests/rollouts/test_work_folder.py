@@ -160,6 +160,12 @@ time.sleep(600)
     assert not Path(f"/proc/{pid_file.read_text()}").exists()
 
 
+def test_a_check_fills_no_disk() -> None:
+    check = check_with("with open('large', 'wb') as file: file.write(b'x' * 9_000)")
+    assert scored(check, write({}), max_bytes=5_000).reward == 0.0
+    assert scored(check, write({}), max_bytes=50_000).reward == 1.0
+
+
 def test_a_check_sees_no_secret_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
     assert (

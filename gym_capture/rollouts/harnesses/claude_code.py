@@ -24,8 +24,6 @@ SETTINGS: Final[Mapping[str, str]] = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_TELEMETRY": "1",
     "DISABLE_AUTOUPDATER": "1",
-    "CLAUDE_STREAM_IDLE_TIMEOUT_MS": "3600000",
-    "API_TIMEOUT_MS": "3600000",
     "IS_SANDBOX": "1",
 }
 
@@ -39,6 +37,7 @@ def claude_code(
     max_turns: int = 50,
     max_context_tokens: int = 32_768,
     max_retries: int = 10,
+    call_timeout_s: float = 3600.0,
     arguments: list[str] | None = None,
     environment: dict[str, str] | None = None,
     timeout_s: float | None = None,
@@ -46,8 +45,8 @@ def claude_code(
     """Claude Code with the `tools` that are named, Bash alone by default.
 
     `system_prompt` stands in place of its own, which has some 20,000 tokens with all tools. `max_turns` bounds the
-    model calls of a rollout, `max_retries` what it does about a server that is busy. `arguments` go to its command
-    line, `environment` to its environment.
+    model calls of a rollout, `max_retries` what it does about a server that is busy, `call_timeout_s` how long it waits
+    for a server that is silent (300 s at least). `arguments` go to its command line, `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
     return CommandHarness(
@@ -64,6 +63,8 @@ def claude_code(
             **SETTINGS,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(max_context_tokens),
             "CLAUDE_CODE_MAX_RETRIES": str(max_retries),
+            "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(round(call_timeout_s * 1000)),
+            "API_TIMEOUT_MS": str(round(call_timeout_s * 1000)),
             **(environment or {}),
         },
     )

@@ -33,6 +33,7 @@ env_key = "ROLLOUT_TOKEN"
 wire_api = "responses"
 request_max_retries = {retries}
 stream_max_retries = {retries}
+stream_idle_timeout_ms = {idle_ms}
 
 [analytics]
 enabled = false
@@ -45,14 +46,15 @@ def codex(
     model: str = "policy",
     max_context_tokens: int = 32_768,
     max_retries: int = 4,
+    call_timeout_s: float = 3600.0,
     arguments: list[str] | None = None,
     environment: dict[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> CommandHarness:
     """Codex with its own prompt and tools, some 9,000 tokens.
 
-    `max_retries` is what it does about a server that is busy, or a stream that breaks. `arguments` go to its command
-    line, `environment` to its environment.
+    `max_retries` is what it does about a server that is busy, or a stream that breaks, `call_timeout_s` how long it
+    waits for a server that is silent. `arguments` go to its command line, `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
     return CommandHarness(
@@ -60,6 +62,7 @@ def codex(
             command=command,
             max_context_tokens=max_context_tokens,
             max_retries=max_retries,
+            call_timeout_s=call_timeout_s,
             arguments=tuple(arguments or ()),
         ),
         model=model,
@@ -73,6 +76,7 @@ class _Codex:
     command: Sequence[str]
     max_context_tokens: int
     max_retries: int
+    call_timeout_s: float
     arguments: Sequence[str]
 
     def invocation(self, play: Play) -> Invocation:
@@ -81,6 +85,7 @@ class _Codex:
             context=self.max_context_tokens,
             base_url=json.dumps(play.endpoint.base_url),
             retries=self.max_retries,
+            idle_ms=round(self.call_timeout_s * 1000),
         )
         return Invocation(
             command=[

@@ -45,18 +45,22 @@ def mini_swe_agent(
     model: str = "policy",
     max_steps: int = 50,
     max_tries: int = 3,
+    call_timeout_s: float = 3600.0,
     arguments: list[str] | None = None,
     environment: dict[str, str] | None = None,
     timeout_s: float | None = None,
 ) -> CommandHarness:
     """mini-swe-agent with its own prompt, some 1,000 tokens.
 
-    `max_steps` bounds the model calls of a rollout, `max_tries` how often it sends one that fails. `arguments` go to
-    its command line, such as `-c model.model_kwargs.max_tokens=512`, `environment` to its environment.
+    `max_steps` bounds the model calls of a rollout, `max_tries` how often it sends one that fails, `call_timeout_s` how
+    long it waits for one. `arguments` go to its command line, such as `-c model.model_kwargs.max_tokens=512`,
+    `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
     return CommandHarness(
-        _MiniSweAgent(command=command, max_steps=max_steps, arguments=tuple(arguments or ())),
+        _MiniSweAgent(
+            command=command, max_steps=max_steps, call_timeout_s=call_timeout_s, arguments=tuple(arguments or ())
+        ),
         model=model,
         bounds=Bounds(timeout_s=timeout_s, stdout_bytes=16 << 20),
         environment={
@@ -75,6 +79,7 @@ def mini_swe_agent(
 class _MiniSweAgent:
     command: Sequence[str]
     max_steps: int
+    call_timeout_s: float
     arguments: Sequence[str]
 
     def invocation(self, play: Play) -> Invocation:
@@ -85,6 +90,7 @@ class _MiniSweAgent:
                 f"--task={play.whole_task}",
                 *("--agent-class", "default", "--cost-limit", "0", "--output", str(play.answer_file)),
                 *("-c", "mini.yaml", "-c", f"agent.step_limit={self.max_steps}"),
+                *("-c", f"model.model_kwargs.timeout={self.call_timeout_s}"),
                 *self.arguments,
             ]
         )
