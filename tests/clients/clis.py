@@ -13,11 +13,14 @@ from gym_capture.rollouts.environment import Observation, Register
 from gym_capture.rollouts.harness import Completed, Endpoint, Harness
 from gym_capture.rollouts.harnesses.claude_code import claude_code as claude_code_harness
 from gym_capture.rollouts.harnesses.codex import codex as codex_harness
+from gym_capture.rollouts.harnesses.mini_swe_agent import mini_swe_agent as mini_swe_agent_harness
 
 PACKAGES: Final = Path(__file__).parent / "node_modules"
 
 CLAUDE_CODE: Final = ["node", str(PACKAGES / "@anthropic-ai" / "claude-code" / "cli-wrapper.cjs")]
 CODEX: Final = ["node", str(PACKAGES / "@openai" / "codex" / "bin" / "codex.js")]
+MINI_SWE_AGENT: Final = Path(__file__).parent / ".mini-swe-agent"
+"""A virtual environment of its own: it asks for other versions of libraries than the project does."""
 _TIMEOUT_S: Final = 240.0
 
 
@@ -51,8 +54,17 @@ def codex(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> 
     return _run(codex_harness(program=CODEX, timeout_s=_TIMEOUT_S), url, rollout_id, token, task, folder)
 
 
+def mini_swe_agent(*, url: str, rollout_id: str, token: str, task: str, folder: Path) -> CliRun:
+    """mini-swe-agent with its default prompt and its one tool, 1,000 tokens."""
+    harness = mini_swe_agent_harness(program=str(MINI_SWE_AGENT / "bin" / "mini"), max_steps=8, timeout_s=_TIMEOUT_S)
+    return _run(harness, url, rollout_id, token, task, folder)
+
+
 def version(package: str) -> str:
-    """The installed version of an npm package."""
+    """The installed version of an npm package, or that of mini-swe-agent."""
+    if package == "mini-swe-agent":
+        (found,) = MINI_SWE_AGENT.glob("lib/*/site-packages/mini_swe_agent-*.dist-info")
+        return found.name.removeprefix("mini_swe_agent-").removesuffix(".dist-info")
     return str(json.loads((PACKAGES / package / "package.json").read_text(encoding="utf-8"))["version"])
 
 

@@ -1,7 +1,7 @@
 """Claude Code, Codex and mini-swe-agent as harnesses, played by scripts that say what the real ones say.
 
 What they wrote was noted from Claude Code 2.1.197, Codex 0.171.0 and mini-swe-agent 2.4.6, against a server that
-answers with each status. `make test-clients` runs the first two themselves.
+answers with each status. `make test-clients` runs the agents themselves.
 """
 
 from __future__ import annotations
