@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 WORKERS ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
-CLIENTS_READY := $(CLIENTS)/node_modules/.ready
+CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.ready
 
 .DEFAULT_GOAL := help
 
@@ -35,11 +35,11 @@ test: $(READY)  ## all tests, with a real vLLM engine (10 minutes on 2 cores)
 test-fast: $(READY)  ## the tests that need no engine
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine" $(ARGS)
 
-test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
+test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code, Codex and mini-swe-agent against the served graph (needs Node 20; 1 GB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
 
-test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, a lean Claude Code and Codex (about a minute)
-	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "claude-code-lean or codex" $(ARGS)
+test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, a lean Claude Code (two minutes)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "claude-code-lean or codex or mini-swe-agent" $(ARGS)
 
 test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
 	$(BIN)/python -m tests.faults.leaving
@@ -47,10 +47,16 @@ test-faults: $(READY)  ## clients leave, engines go, every part is killed under 
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.
-$(CLIENTS_READY): $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
+$(CLIENTS)/node_modules/.ready: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
 	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null && command -v npm >/dev/null \
 		|| { echo "the agent CLIs need Node 20 or newer, with npm, on the PATH: https://nodejs.org"; exit 1; }
 	npm ci --prefix $(CLIENTS) --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+# In an environment of its own: it asks for other versions of libraries than the project does.
+$(CLIENTS)/.mini-swe-agent/.ready: $(CLIENTS)/mini-swe-agent.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
 	@touch $@
 
 lint: $(READY)  ## ruff: lint and format check
@@ -77,4 +83,4 @@ reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it m
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
 
 clean:  ## remove .venv and caches of tools
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent

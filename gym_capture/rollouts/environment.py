@@ -15,6 +15,7 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final, Protocol
 
 
@@ -33,6 +34,9 @@ class Observation:
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
+    work_folder: Path | None = None
+    """Where an agent that is a program of its own has to work, because the environment looks there afterwards. Without
+    one the harness makes an empty folder."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
+import httpx
 import openai
 from openai.types.chat import ChatCompletion, ChatCompletionMessage
 
@@ -33,7 +34,13 @@ class Endpoint:
     """Where one rollout's model calls go: its own base URL, its own token."""
 
     base_url: str
+    """As clients of OpenAI's APIs want it, with `/v1` at its end."""
     api_key: str = "unused"
+
+    @property
+    def anthropic_base_url(self) -> str:
+        """The same place, as clients of Anthropic's API want it."""
+        return self.base_url.removesuffix("/v1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Completed:
 
     answer: str
     n_calls: int
+    """Model calls that the harness made. A program makes its own, which only the records count: then it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +76,12 @@ class Harness(Protocol):
         in `environment`.
 
         What goes wrong with a model call is a `Failed`; what the environment raises is raised. Cancelled when the
-        attempt has taken too long.
+        attempt has taken too long: then nothing of the agent runs on when this returns.
         """
+        ...
+
+    async def close(self) -> None:
+        """Lets go of what all rollouts share. Called once, after the last one."""
         ...
 
 
@@ -131,6 +143,9 @@ class ToolLoop:
                 messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": text})
         return Completed(answer, n_calls=options.max_calls)
 
+    async def close(self) -> None:
+        await self._client.close()
+
     def _tool_choice(self, call: int) -> Literal["required", "none", "auto"]:
         if call < self._options.forced_calls:
             return "required"
@@ -157,6 +172,30 @@ class ToolLoop:
                 await asyncio.sleep(wait_s)  # the rollout's own clock goes on
             else:
                 return completion
+
+
+def tool_loop(
+    *,
+    model: str = "policy",
+    max_calls: int = 3,
+    forced_calls: int = 2,
+    max_tokens: int = 48,
+    temperature: float = 1.0,
+    call_timeout_s: float = 120.0,
+) -> ToolLoop:
+    """The loop as the harness of a job, with a client of its own; `ToolLoopOptions` says what the options mean."""
+    options = ToolLoopOptions(
+        model=model,
+        max_calls=max_calls,
+        forced_calls=forced_calls,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        call_timeout_s=call_timeout_s,
+    )
+    # The job bounds how many calls are in flight; a second bound in the client would only make calls wait unseen.
+    unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    http_client = openai.DefaultAsyncHttpxClient(limits=unbounded)
+    return ToolLoop(openai.AsyncOpenAI(base_url="http://localhost", api_key="unused", http_client=http_client), options)
 
 
 async def _carry_out(name: str, arguments: str, environment: Environment) -> str:
@@ -186,14 +225,18 @@ def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
         return Failed(AttemptFailure.CONNECTION, detail, n_calls)
     if isinstance(error, openai.APIStatusError):
         status = error.status_code
-        detail = f"HTTP {status}: {_said(error)}"
-        if status >= 500 or status in (408, 409, 429):
-            return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
-        if status in (401, 403):
-            return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
-        # 404 is also what a proxy says while its routes change.
-        return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
+        return failed_by_http_status(status, f"HTTP {status}: {_said(error)}", n_calls=n_calls)
     return Failed(AttemptFailure.MALFORMED_REPLY, detail, n_calls)
+
+
+def failed_by_http_status(status: int, detail: str, *, n_calls: int) -> Failed:
+    """What an answer of the server that is no reply makes of an attempt."""
+    if status >= 500 or status in (408, 409, 429):
+        return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
+    if status in (401, 403):
+        return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
+    # 404 is also what a proxy says while its routes change.
+    return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
 
 
 def _busy_for_s(error: openai.OpenAIError) -> float | None:

@@ -1,9 +1,10 @@
-"""Claude Code and Codex, the real ones, against the served graph with a real vLLM engine: `make test-clients`.
+"""Claude Code, Codex and mini-swe-agent, the real ones, against the served graph with a real vLLM engine.
 
-Each CLI does three turns with tools and a last one without. What it was told is scripted (`recital`), but sampled by
-the engine; what comes out must be one chain of the very ids, whose log probabilities the model itself confirms.
+`make test-clients` runs this. Each CLI does three turns with tools, and a last one without, or with the tool that ends
+it. What it was told is scripted (`recital`), but sampled by the engine; what comes out must be one chain of the very
+ids, whose log probabilities the model itself confirms.
 
-The file's name keeps it out of a plain `pytest`: it needs Node and the npm packages that the make target installs.
+The file's name keeps it out of a plain `pytest`: it needs Node and the packages that the make target installs.
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         pytest.param(clis.lean_claude_code, "@anthropic-ai/claude-code", "Bash", id="claude-code-lean"),
         pytest.param(clis.claude_code, "@anthropic-ai/claude-code", "Bash", id="claude-code"),
         pytest.param(clis.codex, "@openai/codex", "exec_command", id="codex"),
+        pytest.param(clis.mini_swe_agent, "mini-swe-agent", "bash", id="mini-swe-agent"),
     ],
 )
 def test_turns_with_tools_are_one_chain_of_the_very_ids(

@@ -50,6 +50,14 @@ SCRIPTS: Final[Mapping[str, Sequence[str]]] = MappingProxyType(
             "That file is missing.\n" + _call("Bash", '{"command": "echo three > three.txt; cat *.txt"}'),
             FINAL_ANSWER,
         ),
+        "bash": (
+            "I begin with one, caf\u00e9.\n\n" + _call("bash", '{ "command":"echo one | tee one.txt # caf\\u00e9"}'),
+            _call("bash", '{"command":"echo \'  two  \' > two.txt"}')
+            + "\n"
+            + _call("bash", '{"command": "cat nothing"}'),
+            "That file is missing.\n" + _call("bash", '{"command" : "echo three > three.txt; cat *.txt"}'),
+            _call("bash", f'{{"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; echo \'{FINAL_ANSWER}\'"}}'),
+        ),
         "exec_command": (
             "I begin with one, caf\u00e9.\n\n"
             + _call("exec_command", '{"yield_time_ms" : 10000,  "cmd":"echo one | tee one.txt # caf\\u00e9"}'),
