@@ -446,6 +446,21 @@ class AttemptFailure(Reason):
         "The rollout was not over in the time that the job gives it.",
         "Give it longer (`--rollout-timeout-s`), or find out what the agent waits for.",
     )
+    COMMAND_FAILED = (
+        "command_failed",
+        "The agent's program could not be started, ended with an error, or wrote too much.",
+        "`detail` has what it wrote last.",
+    )
+    COMMAND_TIMEOUT = (
+        "command_timeout",
+        "The agent's program was not over in the time that its harness gives it.",
+        "Give it longer (`timeout_s` of the harness), or find out from `detail` what it waits for.",
+    )
+    NO_ANSWER = (
+        "no_answer",
+        "The agent's program ended well, but left no answer where its harness looks for it.",
+        "See that it writes to the file that it is told, or that its version is the one that the harness knows.",
+    )
     BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
     FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")
 

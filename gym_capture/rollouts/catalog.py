@@ -34,9 +34,14 @@ them."""
 
 HARNESSES: Final[Mapping[str, str]] = {
     "tool-loop": "gym_capture.rollouts.harness:tool_loop",
+    "command": "gym_capture.rollouts.harnesses.command:command",
+    "claude-code": "gym_capture.rollouts.harnesses.claude_code:claude_code",
+    "codex": "gym_capture.rollouts.harnesses.codex:codex",
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "register": "gym_capture.rollouts.environment:Register",
+    "reasoning-gym": "gym_capture.rollouts.environments.reasoning_gym:ReasoningGym",
+    "work-folder": "gym_capture.rollouts.environments.work_folder:WorkFolder",
 }
 
 _TASK_ARGUMENTS: Final = ("count", "seed")
@@ -191,8 +196,8 @@ def _path_of(name: str, table: Mapping[str, str], kind: str) -> str:
         return name
     if name not in table:
         raise ConfigError(
-            f"there is no {kind} {name!r}{_meant(name, table)}; there are {', '.join(sorted(table))}, and your own by an "
-            "import path such as 'package.module:name'"
+            f"there is no {kind} {name!r}{_meant(name, table)}; there are {', '.join(sorted(table))}, and your own "
+            "by an import path such as 'package.module:name'"
         )
     return table[name]
 

@@ -49,6 +49,7 @@ class Completed:
 
     answer: str
     n_calls: int
+    """Model calls that the harness made. A program makes its own, which only the records count: then it is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,14 +228,18 @@ def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
         return Failed(AttemptFailure.CONNECTION, detail, n_calls)
     if isinstance(error, openai.APIStatusError):
         status = error.status_code
-        detail = f"HTTP {status}: {_said(error)}"
-        if status >= 500 or status in (408, 409, 429):
-            return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
-        if status in (401, 403):
-            return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
-        # 404 is also what a proxy says while its routes change.
-        return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
+        return failed_by_http_status(status, f"HTTP {status}: {_said(error)}", n_calls=n_calls)
     return Failed(AttemptFailure.MALFORMED_REPLY, detail, n_calls)
+
+
+def failed_by_http_status(status: int, detail: str, *, n_calls: int) -> Failed:
+    """What an answer of the server that is no reply makes of an attempt."""
+    if status >= 500 or status in (408, 409, 429):
+        return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
+    if status in (401, 403):
+        return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
+    # 404 is also what a proxy says while its routes change.
+    return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
 
 
 def _busy_for_s(error: openai.OpenAIError) -> float | None:

@@ -1,0 +1,187 @@
+"""Claude Code and Codex as harnesses, played by scripts that say what the real ones say; `make test-clients` has
+those.
+
+What they wrote was noted from Claude Code 2.1.197 and Codex 0.171.0, against a server that answers with each status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from gym_capture.errors import ConfigError
+from gym_capture.reasons import AttemptFailure
+from gym_capture.rollouts.catalog import harness_factory
+from gym_capture.rollouts.environment import Observation, Register
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
+
+ENDPOINT: Final = Endpoint("http://127.0.0.1:9/ng-rollout/r1/v1", "token-of-r1")
+TASK: Final = {"role": "user", "content": "--do it"}
+
+RESULT: Final[Mapping[str, Any]] = {"type": "result", "subtype": "success", "is_error": False, "num_turns": 1}
+EVENTS: Final[Sequence[Mapping[str, Any]]] = (
+    {"type": "thread.started", "thread_id": "1"},
+    {"type": "item.completed", "item": {"id": "item_0", "type": "error", "message": "no metadata for the model"}},
+    {"type": "turn.started"},
+)
+
+
+def played(name: str, script: str, *messages: Mapping[str, Any], **options: Any) -> Outcome:
+    program = [sys.executable, "-I", "-S", "-c", script]
+    harness = harness_factory(name)(program=program, **options)
+    observation = Observation(messages or (TASK,))
+    return asyncio.run(harness.run(endpoint=ENDPOINT, observation=observation, environment=Register()))
+
+
+def saying(lines: Sequence[Mapping[str, Any]], *, status: int = 0) -> str:
+    text = "\n".join(map(json.dumps, lines))
+    return f"print({text!r}); raise SystemExit({status})"
+
+
+def claude(status: int = 0, **fields: Any) -> Outcome:
+    return played("claude-code", saying([{**RESULT, **fields}], status=status))
+
+
+def codex(message: str) -> Outcome:
+    failed = [{"type": "error", "message": message}, {"type": "turn.failed", "error": {"message": message}}]
+    return played("codex", saying([*EVENTS, *failed], status=1))
+
+
+def told(name: str, where: Path, *messages: Mapping[str, Any], **options: Any) -> Any:
+    """What the program was told: its words, environment, standard input, and the files in its home."""
+    script = f"""
+import json, os, sys
+home = os.environ["HOME"]
+files = {{}}
+for path, _, names in os.walk(home):
+    for name in names:
+        files[os.path.relpath(os.path.join(path, name), home)] = open(os.path.join(path, name)).read()
+told = [sys.argv[1:], dict(os.environ), sys.stdin.read(), files]
+open({str(where)!r}, "w").write(json.dumps(told))
+"""
+    played(name, script, *messages, **options)
+    return json.loads(where.read_text())
+
+
+def test_claude_code_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
+    words, environment, task, files = told("claude-code", tmp_path / "told", max_turns=7, max_context_tokens=4096)
+    assert task == "--do it"
+    assert "--do it" not in words
+    assert words[words.index("--tools") + 1] == "Bash"
+    assert words[words.index("--max-turns") + 1] == "7"
+    assert words[words.index("--model") + 1] == "policy"
+    assert not {"--system-prompt", "--append-system-prompt"} & {*words}
+    assert environment["ANTHROPIC_BASE_URL"] == "http://127.0.0.1:9/ng-rollout/r1"
+    assert environment["ANTHROPIC_API_KEY"] == "token-of-r1"
+    assert environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "4096"
+    assert environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
+    assert files == {}
+
+
+@pytest.mark.parametrize(
+    ("options", "flag", "said"),
+    [
+        ({}, "--append-system-prompt", "Be brief."),
+        ({"system_prompt": "Code."}, "--system-prompt", "Code.\n\nBe brief."),
+    ],
+)
+def test_what_the_environment_says_as_the_system_stands_with_the_prompt_of_the_agent(
+    tmp_path: Path, options: Mapping[str, Any], flag: str, said: str
+) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    words, _, task, _ = told("claude-code", tmp_path / "told", system, TASK, **options)
+    assert words[words.index(flag) + 1] == said
+    assert task == "--do it"
+
+
+def test_codex_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
+    system = {"role": "system", "content": "Be brief."}
+    words, environment, task, files = told("codex", tmp_path / "told", system, TASK, model='a "model"')
+    assert task == "Be brief.\n\n--do it"
+    assert words[-1] == "-"
+    assert environment["ROLLOUT_TOKEN"] == "token-of-r1"
+    config = tomllib.loads(files.pop(".codex/config.toml"))
+    assert files == {}
+    assert config["model"] == 'a "model"'
+    assert config["model_providers"]["graph"]["base_url"] == ENDPOINT.base_url
+    assert config["analytics"]["enabled"] is False
+
+
+def test_an_answer_is_the_last_thing_that_was_said() -> None:
+    assert claude(result="All done.") == Completed("All done.", n_calls=0)
+    script = "import sys; open(sys.argv[sys.argv.index('--output-last-message') + 1], 'w').write('All done.\\n')"
+    assert played("codex", script) == Completed("All done.", n_calls=0)
+
+
+def test_the_limit_of_turns_is_an_end() -> None:
+    outcome = claude(1, subtype="error_max_turns", is_error=True, errors=["Reached maximum number of turns (2)"])
+    assert outcome == Completed("", n_calls=0)
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "retryable", "ends_job"),
+    [
+        (401, AttemptFailure.UNAUTHORIZED, False, True),
+        (400, AttemptFailure.REFUSED, False, False),
+        (429, AttemptFailure.SERVER_ERROR, True, False),
+        (500, AttemptFailure.SERVER_ERROR, True, False),
+    ],
+)
+@pytest.mark.parametrize("name", ["claude-code", "codex"])
+def test_an_error_of_the_server_is_the_failure_that_it_is_for_any_harness(
+    name: str, status: int, reason: AttemptFailure, retryable: bool, ends_job: bool
+) -> None:
+    if name == "claude-code":
+        said = f"API Error: {status} it says no"
+        outcome = claude(1, is_error=True, api_error_status=status, result=said)
+    else:
+        said = f"unexpected status {status} Whatever: it says no, url: {ENDPOINT.base_url}/responses"
+        outcome = codex(said)
+    assert outcome == Failed(reason, said, 0, retryable, ends_job)
+
+
+def test_other_errors_are_told_in_the_agents_own_words() -> None:
+    outcome = codex("We are experiencing high demand.")
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.detail) == (
+        AttemptFailure.COMMAND_FAILED,
+        "exit status 1: We are experiencing high demand.",
+    )
+    outcome = claude(1, subtype="error_during_execution", is_error=True, errors=["it broke"])
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.detail) == (AttemptFailure.COMMAND_FAILED, "['it broke']")
+
+
+@pytest.mark.parametrize("name", ["claude-code", "codex"])
+def test_a_crash_is_told_with_its_last_words(name: str) -> None:
+    outcome = played(name, "import sys; sys.exit('Error: Cannot find module')")
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.retryable) == (AttemptFailure.COMMAND_FAILED, True)
+    assert "Cannot find module" in outcome.detail
+
+
+@pytest.mark.parametrize("output", ["", "[1]", "{", '{"type": "result"}', "[" * 50_000])
+def test_an_output_that_is_not_understood_is_no_answer(output: str) -> None:
+    outcome = played("claude-code", f"print({output!r})")
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == AttemptFailure.NO_ANSWER
+    assert isinstance(outcome := played("codex", f"print({output!r})"), Failed)
+    assert outcome.reason == AttemptFailure.NO_ANSWER
+
+
+@pytest.mark.parametrize(
+    ("name", "package"), [("claude-code", "@anthropic-ai/claude-code"), ("codex", "@openai/codex")]
+)
+def test_what_is_not_installed_is_said_before_anything_runs(
+    name: str, package: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"is not on the PATH .*: npm install -g {package}"):
+        harness_factory(name)()
