@@ -267,12 +267,18 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.path != "/stats":
-                return self.send_error(404)
-            self.send_response(200)
+            answers = {
+                "/stats": (200, b'{"capture": true}'),
+                "/vllm/stats": (404, b'{"capture": "of another kind"}'),
+                "/other/stats": (200, b'{"requests": 3}'),
+                "/list/stats": (200, b"[1]"),
+                "/text/stats": (200, b"capture"),
+                "/number/stats": (200, b"3"),
+            }
+            status, body = answers.get(self.path, (404, b""))
+            self.send_response(status)
             self.end_headers()
-            self.wfile.write(b'{"capture": true}')
-            return None
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Says nothing."""
@@ -325,12 +331,15 @@ def test_a_job_is_resumed_with_the_same_options(run: Run, url: str, tmp_path: Pa
     assert (tmp_path / "job" / "job.json").read_text() == json.dumps(started_with)
 
 
-def test_what_answers_is_no_graph(run: Run, url: str, tmp_path: Path) -> None:
-    code, line = run("rollouts", "run", "--out", "job", "--url", f"{url}/v1")
+@pytest.mark.parametrize(
+    ("at", "status"), [("v1", 404), ("vllm", 404), ("other", 200), ("list", 200), ("text", 200), ("number", 200)]
+)
+def test_what_answers_is_no_graph(run: Run, url: str, tmp_path: Path, at: str, status: int) -> None:
+    code, line = run("rollouts", "run", "--out", "job", "--url", f"{url}/{at}")
     assert code == 2
     assert line == (
-        f"what answers at {url}/v1 is no gym-capture graph: HTTP 404 from {url}/v1/stats. Name scheme, host and port "
-        "only, without /v1"
+        f"what answers at {url}/{at} is no gym-capture graph: HTTP {status} from {url}/{at}/stats. Name scheme, host "
+        "and port only, without /v1"
     )
     assert not (tmp_path / "job").exists()
 
