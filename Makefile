@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Test processes at a time, for 2 cores: a test waits more than it computes. 0: all in one, for a debugger.
+WORKERS ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready
@@ -27,11 +29,11 @@ $(READY): requirements/cpu.txt pyproject.toml
 demo: $(READY)  ## the main job on a real small model: serve, roll out, build, one GRPO step, table
 	$(BIN)/gym-capture demo $(ARGS)
 
-test: $(READY)  ## all tests, with a real vLLM engine (under 15 minutes on 2 cores)
-	$(BIN)/python -m pytest $(ARGS)
+test: $(READY)  ## all tests, with a real vLLM engine (10 minutes on 2 cores)
+	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(READY)  ## the tests that need no engine
-	$(BIN)/python -m pytest -m "not engine" $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine" $(ARGS)
 
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code and Codex against the served graph (needs Node 20; 700 MB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)

@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from gym_capture.demo.processes import Child, Household
+from gym_capture.demo.processes import Child, ChildProcesses
 
 _POLL_S: Final = 0.5
 _STATUS_EVERY_S: Final = 60.0
@@ -134,8 +134,8 @@ def run(command: Sequence[str], outcome: Outcome, *, timeout_s: float, console: 
     with tempfile.TemporaryDirectory(prefix="gym-capture-bench-log-") as folder:
         log = Path(folder) / "log"
         try:
-            with Household() as household:
-                child = household.start(command, log=log)
+            with ChildProcesses() as children:
+                child = children.start(command, log=log)
                 _follow(child, outcome, until=began + timeout_s, console=console, place=place)
         finally:
             outcome.took_s = time.monotonic() - began

@@ -28,7 +28,7 @@ import yaml
 from benchmarks.scripted import GENERATED, IMPORT_PATH
 from benchmarks.serving_pair import chat_url, client_session, nonce, quantile, refuse_errors
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.models import tiny_dir
 
 MAX_COST_RATIO: Final = 1.25
@@ -58,7 +58,7 @@ class Load:
 def scripted_graph() -> Iterator[str]:
     """The graph with an engine that costs nothing, for the length of the block."""
     base = yaml.safe_load(_SERVE_CONFIG.read_text(encoding="utf-8"))
-    with tempfile.TemporaryDirectory(prefix="gym-capture-scale-") as folder, Household() as household:
+    with tempfile.TemporaryDirectory(prefix="gym-capture-scale-") as folder, ChildProcesses() as children:
         args = {
             "model": str(tiny_dir()),
             "engine": IMPORT_PATH,
@@ -69,7 +69,7 @@ def scripted_graph() -> Iterator[str]:
         with (
             private_ray(cpus=8, namespace=_NAMESPACE) as address,
             served_graph(
-                household,
+                children,
                 base=base,
                 args=args,
                 options={"user_config": {"running_calls": 4096}},

@@ -23,7 +23,7 @@ import httpx
 import yaml
 
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household, free_port
+from gym_capture.demo.processes import ChildProcesses, free_port
 from gym_capture.serving.app import model_folder
 
 _T = TypeVar("_T")
@@ -59,8 +59,8 @@ def both_servers(model: str) -> Iterator[Servers]:
     base = yaml.safe_load(_SERVE_CONFIG.read_text(encoding="utf-8"))
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="gym-capture-bench-")))
-        household = stack.enter_context(Household())
-        vllm = stack.enter_context(_plain_vllm(household, folder, directory))
+        children = stack.enter_context(ChildProcesses())
+        vllm = stack.enter_context(_plain_vllm(children, folder, directory))
         address = stack.enter_context(private_ray(cpus=8, namespace=_NAMESPACE))
         (application,) = base["applications"]
         replica = application["args"]["ray_actor_options"]
@@ -74,13 +74,13 @@ def both_servers(model: str) -> Iterator[Servers]:
             "state": {"shards": 1, "namespace": _NAMESPACE, "directory": str(directory / "records")},
         }
         graph = stack.enter_context(
-            served_graph(household, base=base, args=args, address=address, directory=directory, on_wait=lambda _: None)
+            served_graph(children, base=base, args=args, address=address, directory=directory, on_wait=lambda _: None)
         )
         yield Servers(vllm=vllm, graph=graph)
 
 
 @contextmanager
-def _plain_vllm(household: Household, model: Path, directory: Path) -> Iterator[str]:
+def _plain_vllm(children: ChildProcesses, model: Path, directory: Path) -> Iterator[str]:
     """vLLM's own OpenAI server."""
     port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
@@ -88,7 +88,7 @@ def _plain_vllm(household: Household, model: Path, directory: Path) -> Iterator[
     command += _flags(ENGINE_ARGS)
     command += ["--enable-auto-tool-choice", "--tool-call-parser", TOOL_PARSER, "--enable-prompt-tokens-details"]
     command += ["--disable-log-stats", "--disable-uvicorn-access-log"]
-    child = household.start(["env", f"VLLM_CPU_KVCACHE_SPACE={KV_CACHE_GIB}", *command], log=directory / "vllm.log")
+    child = children.start(["env", f"VLLM_CPU_KVCACHE_SPACE={KV_CACHE_GIB}", *command], log=directory / "vllm.log")
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + _START_WITHIN_S
     while True:

@@ -25,7 +25,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +34,7 @@ import numpy as np
 import psutil
 import ray
 
-from benchmarks.store import FileStore
+from benchmarks.store import FileStore, put_all
 from gym_capture.demo.graph import private_ray
 from gym_capture.protocols import Resolved
 from gym_capture.records import CallIntent, Continues, IdArray, Parent, Root, TokenEntry
@@ -148,23 +148,6 @@ def next_calls(puts: int, name: str) -> list[list[TokenEntry]]:
     """So many calls, by rollout."""
     turns = range(puts // CONCURRENT)
     return [[_next(f"r{rollout}", f"{name}-{turn}") for turn in turns] for rollout in range(CONCURRENT)]
-
-
-async def put_all(
-    put: Callable[[TokenEntry], Awaitable[None]], calls: Sequence[Sequence[TokenEntry]]
-) -> tuple[float, list[float]]:
-    """Puts a second, by one caller a rollout that waits for each of its own, and how long each put took."""
-    latencies_s: list[float] = []
-
-    async def caller(entries: Sequence[TokenEntry]) -> None:
-        for entry in entries:
-            began = time.perf_counter()
-            await put(entry)
-            latencies_s.append(time.perf_counter() - began)
-
-    began = time.perf_counter()
-    await asyncio.gather(*(caller(entries) for entries in calls))
-    return len(latencies_s) / (time.perf_counter() - began), latencies_s
 
 
 # --- one put alone ---------------------------------------------------------------------------------------------------

@@ -171,9 +171,16 @@ async def _puts(directory: Path) -> bool:
 
 
 async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, round_index: int) -> tuple[float, list[float]]:
-    """Puts a second, by `CONCURRENT` callers of which each waits for its own, and how long each put took."""
+    """`put_all` of the calls of one round, by `CONCURRENT` callers."""
     turns = range(round_index * puts // CONCURRENT, (round_index + 1) * puts // CONCURRENT)
     calls = [[_call(rollout, turn) for turn in turns] for rollout in range(CONCURRENT)]
+    return await put_all(put, calls)
+
+
+async def put_all(
+    put: Callable[[TokenEntry], Awaitable[None]], calls: Sequence[Sequence[TokenEntry]]
+) -> tuple[float, list[float]]:
+    """Puts a second, by one caller a rollout that waits for each of its own, and how long each put took."""
     latencies_s: list[float] = []
 
     async def caller(entries: Sequence[TokenEntry]) -> None:
@@ -184,7 +191,7 @@ async def _rate(put: Callable[[TokenEntry], Awaitable[None]], puts: int, round_i
 
     began = time.perf_counter()
     await asyncio.gather(*(caller(entries) for entries in calls))
-    return puts / (time.perf_counter() - began), latencies_s
+    return len(latencies_s) / (time.perf_counter() - began), latencies_s
 
 
 # --- opening -----------------------------------------------------------------------------------------------------

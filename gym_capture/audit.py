@@ -27,7 +27,7 @@ Verdict: TypeAlias = Literal["exact", "holds", "hole", "refused"]
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What became of one shape under one template."""
+    """The verdict on one shape under one template."""
 
     verdict: Verdict
     """`refused`: the template does not render such a turn at all."""
@@ -45,7 +45,7 @@ class Shape:
     ending: Literal["stop", "cut"] = "stop"
     """stop: the model sampled its stop token. cut: it did not get to."""
     unsaid: str = ""
-    """What the model sampled after the turn's text and the client never saw: a stop string."""
+    """Text that the model sampled after the turn's and the client never saw: a stop string."""
 
 
 _TOOLS: Final = (
@@ -119,7 +119,7 @@ def audit(template: ChatTemplate) -> dict[str, Cell]:
 
 
 def sampled(template: ChatTemplate, shape: Shape, opening: Conversation) -> str:
-    """What a model samples for the shape: what the template writes after its generation prompt, up to the stop token.
+    """The text that a model samples for the shape: the template's after its generation prompt, up to the stop token.
 
     A template that closes no turns leaves that to what opens the next one, and its models stop with that token.
     Raises `TemplateError` if the template refuses the shape.

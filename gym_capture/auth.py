@@ -56,8 +56,11 @@ class Keyring:
         return self._token("read")
 
     def admit_call(self, headers: Mapping[str, str], rollout_id: str | None) -> None:
-        """Raises `AuthenticationError` unless the request may call the model as this rollout."""
-        expected = self.untracked_token() if rollout_id is None else self._token(f"rollout:{rollout_id}")
+        """Raises `AuthenticationError` unless the request may call the model as this rollout.
+
+        Raises `InvalidRolloutIdError` for an id that no rollout can have.
+        """
+        expected = self.untracked_token() if rollout_id is None else self.rollout_token(rollout_id)
         self._admit(headers, expected, "this rollout" if rollout_id is not None else "calls without a rollout")
 
     def admit_reader(self, headers: Mapping[str, str]) -> None:
@@ -76,7 +79,7 @@ class Keyring:
             raise AuthenticationError(f"the token is not one for {purpose}", forbidden=True)
 
     def _token(self, purpose: str) -> str:
-        return hmac.new(self._secret, purpose.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
+        return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()
 
 
 def _presented(headers: Mapping[str, str]) -> list[str]:

@@ -26,7 +26,7 @@ from gym_capture.reasons import (
     UnresolvedReason,
     join_reason,
 )
-from gym_capture.records import LostCall, Snapshot, TokenEntry, Unresolved
+from gym_capture.records import CUT_OFF, LostCall, Snapshot, TokenEntry, Unresolved, not_a_turn
 from gym_capture.side_calls import SideCallRules, side_calls
 from gym_capture.trajectories import Segment, Span, Trajectory, flatten, flatten_call, ride_along_problems
 
@@ -43,8 +43,6 @@ __all__ = [
 _OF_UNKNOWN_ORIGIN: Final = frozenset(
     {UnresolvedReason.NO_MATCH, UnresolvedReason.REWRITTEN_TURN, UnresolvedReason.UNKNOWN_ROLLOUT}
 )
-# Generations that were cut off by someone other than the policy: what they would have been is not known.
-_CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED, "error": ExcludedReason.FAILED}
 # Reasons that say nothing against the record: its place is known, its loss is just not wanted.
 _WELL_PLACED: Final = frozenset(ExcludedReason) - {ExcludedReason.UNPLACED_PARENT}
 
@@ -167,12 +165,9 @@ def _without_loss(entries: Sequence[TokenEntry], rules: SideCallRules) -> dict[i
     """Calls that are no part of the task, or whose generation is no decision of the policy -> why."""
     aside: dict[int, Reason] = dict.fromkeys(sorted(side_calls(entries, rules)), ExcludedReason.SIDE_CALL)
     for position, entry in enumerate(entries):
-        if position in aside:
-            continue
-        if entry.finish_reason is not None and entry.finish_reason in _CUT_OFF:
-            aside[position] = _CUT_OFF[entry.finish_reason]
-        elif entry.generation_token_ids.size == 0:
-            aside[position] = ExcludedReason.EMPTY_GENERATION
+        reason = not_a_turn(entry)
+        if reason is not None and position not in aside:
+            aside[position] = reason
     return aside
 
 
@@ -219,7 +214,7 @@ def _ended_with(entries: Sequence[TokenEntry], tries: Sequence[int]) -> list[int
     candidate stands as a call does that was never retried; of several, the one that is known to have been delivered.
     """
     candidates = [
-        position for position in tries if entries[position].delivered or entries[position].finish_reason not in _CUT_OFF
+        position for position in tries if entries[position].delivered or entries[position].finish_reason not in CUT_OFF
     ]
     if len(candidates) == 1:
         return candidates
@@ -247,8 +242,7 @@ def _lost_tries(lost_calls: Sequence[LostCall], entries: Sequence[TokenEntry]) -
     """
     if not lost_calls or echoes_unknown_turns(entries):
         return []
-    finished = [e for e in entries if e.generation_token_ids.size and e.finish_reason not in _CUT_OFF]
-    known_turns = {entry.turn_key for entry in finished}
+    known_turns = {entry.turn_key for entry in entries if not_a_turn(entry) is None}
     delivered = {entry.model_call_id for entry in entries if entry.delivered}
     return [
         lost.model_call_id

@@ -1,6 +1,7 @@
 """A model call in one form, whatever API it came in by: what was asked, what is streamed back, what came of it.
 
-Invariant: nothing here holds token ids of the prompt; clients never see ids, and ids never come from clients.
+Invariant: what is here has no token ids of a prompt or a generation: clients never see them, and they never come from
+clients. (A `logit_bias` names ids of the vocabulary.)
 
 Flow: a dialect parses a body into a `ModelRequest` -> the graph generates -> `ReplyEvent`s stream to the dialect's
 encoder -> a `ModelReply` ends it.

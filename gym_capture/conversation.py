@@ -4,6 +4,12 @@ Invariant: items are immutable, and one assistant turn is one item - assistant m
 reasoning that stand next to each other in a request are merged (`merge_assistant_turns`).
 
 Flow: a dialect parses a request into a `Conversation` -> `fingerprint` hashes it -> `template` renders it.
+
+Half an emoji, which JSON can spell and neither UTF-8 nor a tokenizer can hold, becomes U+FFFD where text comes in:
+where a body is parsed (`dialects.base`), where the JSON that stands in a text is parsed for a template, and in what an
+engine's parsers make (`calls.sendable`). Nothing behind these decides again. What hashes or stores text takes any;
+and records of before have such halves, so whatever writes records for others leaves them out as well.
+
 Items are named tuples: comparing two conversations compares strings in C, which is what makes repeated
 fingerprints of a growing history cheap.
 """
@@ -11,7 +17,7 @@ fingerprints of a growing history cheap.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 
@@ -80,12 +86,23 @@ class Conversation(NamedTuple):
 
 
 def without_surrogates(text: str) -> str:
-    """Half an emoji, which JSON can spell (`"\\ud83d"`), becomes U+FFFD: neither UTF-8 nor a tokenizer can hold it."""
+    """Half an emoji (`"\\ud83d"`) becomes U+FFFD; two halves that belong together become the emoji."""
     try:
         text.encode()
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def json_without_surrogates(value: Any) -> Any:
+    """`without_surrogates` for every text in a JSON value, keys included."""
+    if isinstance(value, str):
+        return without_surrogates(value)
+    if isinstance(value, Mapping):
+        return {json_without_surrogates(key): json_without_surrogates(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_without_surrogates(each) for each in value]
+    return value
 
 
 def merge_assistant_turns(items: Iterable[Item]) -> tuple[Item, ...]:

@@ -1,8 +1,12 @@
 """Every error this package raises on purpose, as one tree.
 
 Each carries the rollout and the call it belongs to where they are known, so that one log line is enough to
-find the record. Errors are classified once, at the boundary that answers the client (`serving.errors`); below
-that boundary nothing catches `Exception`.
+find the record. Errors are classified once, at the boundary that answers the client (`serving.errors`).
+
+`Exception` itself is caught at boundaries only, where what one rollout or caller brings about must not reach others:
+where clients are answered (`serving.gateway`), between the callers of a state actor (`serving.state_shard`), in front
+of Ray (`serving.state_client`) and of libraries that load what a person named (`commands.loading`), and where a rollout
+is built (`data.groups`).
 
     GymCaptureError
     ├── RecordError                a record is malformed: names the field
@@ -11,7 +15,7 @@ that boundary nothing catches `Exception`.
     │   ├── ConflictingCallError   the same call id came twice with different content
     │   ├── RetiredRolloutError    a late writer of a rollout that was dropped or cleared
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
-    │   ├── CorruptLogError        a log fails its checksum in the middle
+    │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
     │       └── StoreOverloadedError   ...because too many records wait to become durable
     ├── RequestError               the client's fault
@@ -27,13 +31,20 @@ that boundary nothing catches `Exception`.
     ├── EngineError                the engine failed
     │   ├── EngineOverloadedError  retryable: no capacity now
     │   └── EngineDeadError        retryable on another replica
+    ├── MirrorLostError            a log's second copy cannot be reached (`gym_capture.stores.mirror`)
+    │   └── MirrorTakenError       ...or has been claimed by a later opening of the log
     ├── JobError                   a build job cannot go on: its workers die
     └── ConfigError                a configuration that cannot work: says which key and what to do
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import traceback
+from pathlib import Path
+from typing import Final, NamedTuple
+
+_LONGEST: Final = 500
+"""Characters of a message; some libraries tell all that they were given."""
 
 
 class GymCaptureError(Exception):
@@ -54,6 +65,13 @@ class GymCaptureError(Exception):
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.__dict__))
+
+
+def described(error: BaseException) -> str:
+    """What was raised, and where: it is often a bug in what a user wrote."""
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    return f"{type(error).__name__}: {error}"[:_LONGEST] + where
 
 
 def _rebuild(cls: type[GymCaptureError], message: str, state: dict[str, object]) -> GymCaptureError:

@@ -290,7 +290,7 @@ class _OpenCalls:
         self._asked += len(calls)
 
     def answer(self, call_id: str) -> str:
-        """What tells this result's call apart: `#` and its ordinal, or `?` and the id if no open call has it."""
+        """A name of the call that a result answers: `#` and its ordinal, or `?` and the id if no open call has it."""
         ordinals = self._open.get(call_id)
         if ordinals is None:
             return f"?{call_id}"

@@ -1,8 +1,9 @@
 """Which earlier call of the same rollout a request continues, and the exact ids of that call.
 
 Invariant: `resolve` answers `Resolved` only with the ids of a call of this very rollout, whose conversation up to and
-including its generated turn equals the request's (as `fingerprint` compares), when that is not true of another call
-with other ids. A record that contradicts what is indexed, or itself, is not indexed.
+including its generated turn equals the request's (as `fingerprint` compares, or by a rule of `echoes`), when that is
+not true of another call with other ids - except of such whose replies are known not to have been delivered. A record
+that contradicts what is indexed, or itself, is not indexed.
 
 Flow: a call's record is `add`ed once it is durable -> the keys of the next request's turns are looked up, latest turn
 first -> the cumulative ids of the call that owns the first one found come back.
@@ -33,9 +34,9 @@ from gym_capture.records import (
     delivered_by,
     id_bytes,
     new_digest,
+    not_a_turn,
 )
 
-_NOT_CONTINUABLE: Final = frozenset({"abort", "error"})
 _WORTH_SHARING_IDS: Final = 256
 """Keeping this many ids a second time costs about what another strand does."""
 
@@ -292,13 +293,10 @@ class _Rollout:
 def _owned_key(entry: TokenEntry) -> str | None:
     """The turn key under which a call can be found as a parent; None: it cannot be continued from.
 
-    What an aborted or failed call sampled was not a finished turn, so it is neither trained on nor supplied: a client
-    that echoes the part it saw continues the call before, with that part as prompt. The same goes for a call that
-    generated nothing. A turn cut off by a length limit or stop string did finish.
+    What an aborted or failed call sampled was no turn (`not_a_turn`), so it is neither trained on nor supplied: a
+    client that echoes the part it saw continues the call before, with that part as prompt.
     """
-    if entry.generation_token_ids.size == 0 or entry.finish_reason in _NOT_CONTINUABLE:
-        return None
-    return entry.turn_key
+    return entry.turn_key if not_a_turn(entry) is None else None
 
 
 def _the_one(owners: Sequence[_Call]) -> _Call | None:

@@ -3,22 +3,19 @@
 Invariant: a row has exactly the ids and log probabilities of its record, and of a rollout everything that masks it.
 Prompts are as the record has them: without the ids that the parent's record holds (`prompt_offset`).
 
-Half an emoji, which a model can generate and the log keeps, is in no JSON that others read: it is written as U+FFFD.
+Half an emoji, which logs of before may hold, is in no JSON that others read: it is written as U+FFFD.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import orjson
 
+from gym_capture.conversation import json_without_surrogates
 from gym_capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
-
-_LONE_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 def call_row(entry: TokenEntry) -> dict[str, Any]:
@@ -109,7 +106,7 @@ def row_json(value: object) -> bytes:
     try:
         return orjson.dumps(value, default=_listed, option=orjson.OPT_SERIALIZE_NUMPY)
     except TypeError:  # a lone surrogate, an integer of more than 64 bits
-        return json.dumps(without_lone_surrogates(value), default=_listed, separators=(",", ":")).encode()
+        return json.dumps(json_without_surrogates(value), default=_listed, separators=(",", ":")).encode()
 
 
 def _listed(value: object) -> object:
@@ -117,14 +114,3 @@ def _listed(value: object) -> object:
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")
-
-
-def without_lone_surrogates(value: Any) -> Any:
-    """A value of texts, with U+FFFD in place of each half of an emoji."""
-    if isinstance(value, str):
-        return _LONE_SURROGATE.sub("\ufffd", value)
-    if isinstance(value, Mapping):
-        return {without_lone_surrogates(key): without_lone_surrogates(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_lone_surrogates(each) for each in value]
-    return value

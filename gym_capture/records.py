@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gym_capture.errors import InvalidRolloutIdError, RecordError
+from gym_capture.reasons import ExcludedReason
 
 IdArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
@@ -32,9 +33,13 @@ _Array = TypeVar("_Array", bound=npt.NDArray[Any])
 SCHEMA_VERSION: Final = 1
 LOG_PROB_ROUNDING: Final = 1e-3
 """No probability is above 1; so far above 0 may the logarithm of one come out, through rounding."""
+CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED, "error": ExcludedReason.FAILED}
+"""Finish reasons of generations that someone other than the policy ended: what they would have been is not known."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What APIs call the limit of a generation among the sampling parameters."""
-_ROLLOUT_ID: Final = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
+ROLLOUT_ID_PATTERN: Final = "[A-Za-z0-9_.-]{1,128}"
+"""All of a rollout id; beside it, `.` and `..` are none (`check_rollout_id`)."""
+_ROLLOUT_ID: Final = re.compile(ROLLOUT_ID_PATTERN)
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
 _INT32: Final = np.dtype(np.int32)
 _FLOAT32: Final = np.dtype(np.float32)
@@ -349,6 +354,17 @@ def delivered_by(said: Iterable[bool | None]) -> bool | None:
     """
     known = [each for each in said if each is not None]
     return all(known) if known else None
+
+
+def not_a_turn(entry: TokenEntry) -> ExcludedReason | None:
+    """Why what a call generated is no turn of the policy, to be trained or continued; None: it is one.
+
+    A turn that a length limit or a stop string ended is one: the policy sampled all of it.
+    """
+    cut_off = CUT_OFF.get(entry.finish_reason or "")
+    if cut_off is None and entry.generation_token_ids.size == 0:
+        return ExcludedReason.EMPTY_GENERATION
+    return cut_off
 
 
 def as_ids(value: npt.ArrayLike) -> IdArray:

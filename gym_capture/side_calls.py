@@ -1,7 +1,7 @@
 """Which calls of a rollout are not part of its task: conversation titles, quota probes, other models' errands.
 
-Invariant: a call is a side call only for a reason that the record itself shows - what was asked for, never what
-was answered - and the same records give the same answer in any order.
+Invariant: a call is a side call only for a reason that the records show - what was asked for, and how much each model
+generated, never what was answered - and the same records give the same answer in any order.
 
 Flow: explicit patterns and probes first; then, over what is left, self-calibration: a harness names the policy in the
 calls that do the work, so the requested model that generated most is the policy and the others are side calls. A name

@@ -140,16 +140,16 @@ def _continue(
         plain = template.render(request, add_generation_prompt=True)
     except TemplateError as error:
         return NotSpliced(NotSplicedReason.TEMPLATE_REFUSES, str(error))
-    seam = _find_seam(marked, after.head, parent_ids)
-    if seam is None:
+    offsets = _tail_offsets(marked, after.head, parent_ids)
+    if offsets is None:
         return NotSpliced(
             NotSplicedReason.CLOSE_UNKNOWN, f"the parent's ids end with {template.decode(parent_ids[-8:])!r}"
         )
-    tail = (after.head + after.rest)[seam.start :]
+    tail = (after.head + after.rest)[offsets.start :]
     if not plain.endswith(tail):
         return NotSpliced(NotSplicedReason.TAIL_DIFFERS)
     tail_ids = _encode_after(parent_ids, tail, template, protected)
-    close_ids = _encode_after(parent_ids, tail[: seam.end_of_close - seam.start], template, protected)
+    close_ids = _encode_after(parent_ids, tail[: offsets.end_of_close - offsets.start], template, protected)
     return Spliced(np.concatenate((parent_ids, tail_ids), dtype=np.int32), added_close=close_ids.size)
 
 
@@ -157,7 +157,7 @@ def _continue(
 
 
 class _After(NamedTuple):
-    """What a rendering has after the parent's turn, in two parts."""
+    """The text of a rendering after the parent's turn, in two parts."""
 
     head: str
     """As far as the middle of the first new text: the close of the turn, and what opens the next."""
@@ -176,7 +176,7 @@ class _Marked:
         self._conversation = Conversation(_with_item(items, parent.at, self._mark_end()), tuple(tools))
 
     def after_turn(self, n_items: int, *, add_generation_prompt: bool) -> _After | NotSpliced:
-        """What the template writes after the turn when the conversation is its first `n_items` items."""
+        """The template's text after the turn, where the conversation is its first `n_items` items."""
         conversation = self._conversation._replace(items=self._conversation.items[:n_items])
         text = self.template.render(conversation, add_generation_prompt=add_generation_prompt)
         marks: dict[int, list[re.Match[str]]] = {}
@@ -252,7 +252,7 @@ def _markable(item: Item) -> bool:
 # --- how much of the close the parent's ids already have ---------------------------------------------------------
 
 
-class _Seam(NamedTuple):
+class _TailOffsets(NamedTuple):
     """Offsets into what follows the turn's mark."""
 
     start: int
@@ -261,17 +261,17 @@ class _Seam(NamedTuple):
     """Where the close of the turn ends; `start` if nothing of it is missing."""
 
 
-def _find_seam(marked: _Marked, head: str, parent_ids: IdArray) -> _Seam | None:
+def _tail_offsets(marked: _Marked, head: str, parent_ids: IdArray) -> _TailOffsets | None:
     template = marked.template
     pieces = split_controls(template.special_tokens, head)
     last = template.decode(parent_ids[-1:])
     if last in template.special_tokens:
         end = _end_of_first(last, pieces, stops=template.stop_tokens)
         if end is not None:
-            return _Seam(end, end)
+            return _TailOffsets(end, end)
         if last in template.stop_tokens:
             close = _close(marked, pieces)
-            return None if close is None else _Seam(close.end_of_close, close.end_of_close)
+            return None if close is None else _TailOffsets(close.end_of_close, close.end_of_close)
     close = _close(marked, pieces)
     text = pieces[0] if pieces and pieces[0] not in template.special_tokens else ""
     written = _trailing_text(template, parent_ids, len(text))
@@ -281,7 +281,7 @@ def _find_seam(marked: _Marked, head: str, parent_ids: IdArray) -> _Seam | None:
         if close is None:
             return None
         start = close.start
-    return _Seam(start, start if close is None else max(start, close.end_of_close))
+    return _TailOffsets(start, start if close is None else max(start, close.end_of_close))
 
 
 def _end_of_first(token: str, pieces: list[str], *, stops: frozenset[str]) -> int | None:
@@ -319,7 +319,7 @@ def _overlap(written: str, text: str, *, is_closing: bool) -> int:
     return 0
 
 
-def _close(marked: _Marked, pieces: list[str]) -> _Seam | None:
+def _close(marked: _Marked, pieces: list[str]) -> _TailOffsets | None:
     """Where the template's own close of the turn begins and ends in `pieces`; None if it cannot be told.
 
     Found by rendering the turn as the last one: what stands where that has its stop token, and also stands there
@@ -337,12 +337,12 @@ def _close(marked: _Marked, pieces: list[str]) -> _Seam | None:
     stop = next((n for n, piece in enumerate(closing) if piece in template.stop_tokens), None)
     if stop is None:
         common = _common_length(pieces, closing)
-        return _Seam(common, common)
+        return _TailOffsets(common, common)
     opening = split_controls(template.special_tokens, prompted.head)[: stop + 1]
     if pieces[:stop] != closing[:stop] or pieces[: stop + 1] != opening or opening[-1] not in template.special_tokens:
         return None
     start = sum(map(len, pieces[:stop]))
-    return _Seam(start, start + len(pieces[stop]))
+    return _TailOffsets(start, start + len(pieces[stop]))
 
 
 def _common_length(left: list[str], right: list[str]) -> int:

@@ -22,7 +22,16 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
-from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
+from gym_capture.conversation import (
+    AssistantTurn,
+    Conversation,
+    Item,
+    Message,
+    Tool,
+    ToolCall,
+    ToolResult,
+    json_without_surrogates,
+)
 from gym_capture.errors import InvalidRequestError
 from gym_capture.records import IdArray
 
@@ -45,7 +54,7 @@ class Adapted(NamedTuple):
     """A conversation as a template takes it."""
 
     conversation: Conversation
-    """What lineage compares: two conversations that differ in what the template cannot tell apart are the same here."""
+    """As lineage compares it: conversations that the template cannot tell apart are the same here."""
     rules: tuple[str, ...] = ()
     """Names of the rules by which it is written otherwise than it was sent; recorded with the call."""
 
@@ -92,7 +101,7 @@ class Protected:
     nonce: str
     """Begins every stand-in; drawn anew each time, so that no text can spell one."""
     spellings: tuple[str, ...]
-    """What stand-in 0, 1, ... stand for."""
+    """The spellings that stand-ins 0, 1, ... stand for."""
 
     def restore(self, text: str) -> str:
         """`text` with the spellings put back."""
@@ -139,7 +148,7 @@ def protect(template: ChatTemplate, conversation: Conversation) -> Protected:
             return value
         # An escaped spelling ("\u003c|eos|>") shows only once the template has the parsed value.
         try:
-            parsed = json.loads(value)
+            parsed = json_without_surrogates(json.loads(value))
         except ValueError:
             return value  # a template will not have it parsed, either
         swapped = _map_strings(parsed, text, label)

@@ -90,8 +90,11 @@ def test_another_secret_gives_other_tokens() -> None:
 
 
 def test_tokens_of_ids_that_cannot_be_are_refused() -> None:
-    with pytest.raises(InvalidRolloutIdError):
-        KEYS.rollout_token("../r1")
+    for rollout_id in ("../r1", "", "r\ud83d", "r" * 129):
+        with pytest.raises(InvalidRolloutIdError):
+            KEYS.rollout_token(rollout_id)
+        with pytest.raises(InvalidRolloutIdError):
+            KEYS.admit_call(bearer(KEYS.untracked_token()), rollout_id)
 
 
 def test_the_secret_comes_from_a_file(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ NOT_PURE = {
     "gym_capture.engines.hf_template",
 }
 """The command line, and the adapters whose whole purpose is one heavy package."""
-PURE_PACKAGES = ("", "dialects", "engines", "stores")
+PURE_PACKAGES = ("", "conformance", "dialects", "engines", "stores")
 HEAVY = ("ray", "vllm", "torch", "fastapi", "uvicorn", "aiohttp", "pyarrow", "transformers")
 
 

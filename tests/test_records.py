@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from gym_capture.errors import RecordError
-from gym_capture.records import TokenEntry, delivered_by
+from gym_capture.records import TokenEntry, delivered_by, not_a_turn
 
 
 def entry(**fields: Any) -> TokenEntry:
@@ -94,3 +94,23 @@ def test_the_limit_that_was_asked_for_is_found_wherever_it_is_recorded(fields: A
 def test_of_a_delivery_no_comes_before_yes(said: tuple[bool | None, ...], delivered: bool | None) -> None:
     assert delivered_by(said) is delivered
     assert delivered_by(reversed(said)) is delivered
+
+
+@pytest.mark.parametrize(
+    ("finish_reason", "generated", "reason"),
+    [
+        *((whole, 1, None) for whole in (None, "stop", "length", "tool_calls")),
+        ("abort", 1, "aborted"),
+        ("abort", 0, "aborted"),
+        ("error", 1, "failed"),
+        ("stop", 0, "empty_generation"),
+        (None, 0, "empty_generation"),
+    ],
+)
+def test_what_someone_else_ended_is_no_turn_of_the_policy(
+    finish_reason: str | None, generated: int, reason: str | None
+) -> None:
+    made = entry(
+        finish_reason=finish_reason, generation_token_ids=[7] * generated, generation_log_probs=[-0.5] * generated
+    )
+    assert not_a_turn(made) == reason

@@ -234,9 +234,13 @@ def test_brackets_in_strings_are_no_depth() -> None:
     assert nests_too_deep('["\\\\",' + "[" * 100 + "]" * 101)
 
 
-def test_half_an_emoji_in_arguments_leaves_the_conversation_usable() -> None:
-    template = tiny()
-    for text in (r'{"a": "\ud83c"}', r'{"\ud83c": "<|im_end|>\ude00"}', r'{"|im_end|\ud83c": 1}'):
+@pytest.mark.parametrize("text_arguments", [False, True])
+def test_half_an_emoji_in_arguments_leaves_the_conversation_usable(text_arguments: bool) -> None:
+    template = on_made_tokenizer_once("deepseekv3") if text_arguments else tiny()
+    texts = [r'{"a": "\ud83c"}', r'{"\ud83c": "<|im_end|>\ude00"}', r'{"|im_end|\ud83c": 1}']
+    # An escaped spelling of a control token: such arguments are written anew.
+    texts.append(r'{"a": "\u003c|im_end|>\ud83c"}')
+    for text in texts:
         call = CALL._replace(arguments=text)
         prompt = full_prompt(template, Conversation((ASK, AssistantTurn("", (call,)), RESULT)))
         assert "\ufffd" in template.decode(prompt)

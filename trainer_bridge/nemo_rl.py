@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gym_capture.builder import BuiltRollout, Trajectory
+from gym_capture.data.advantages import reward_problems
 from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
 from gym_capture.records import IdArray, Snapshot, TokenEntry
@@ -93,7 +94,7 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
     Raises `RecordError` if the reward components do not add up to the reward.
     """
     built = rollout.built
-    reasons = [*built.mask_reasons, *_reward_problems(rollout.reward)]
+    reasons = [*built.mask_reasons, *reward_problems(rollout.reward)]
     nothing_built = rank >= len(built.trajectories)
     if not nothing_built:
         output = _output(built.trajectories[rank], rollout.snapshot)
@@ -119,7 +120,7 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
                 "output_tokens": sum(len(item["generation_token_ids"]) for item in carriers),
             },
         },
-        "reward": 0.0 if _reward_problems(rollout.reward) else rollout.reward,
+        "reward": 0.0 if reward_problems(rollout.reward) else rollout.reward,
         "mask_sample": masked,
         "instance_config": {"mask_sample": masked},
         "_ng_token_capture": {**asdict(built.counts), "mask_reasons": reasons, "placeholder": nothing_built},
@@ -235,12 +236,6 @@ def _first_prompt(rollout: FinishedRollout) -> IdArray | None:
         return None
     main = rollout.built.trajectories[0]
     return main.token_ids[: main.spans[0].start]
-
-
-def _reward_problems(reward: float | None) -> list[str]:
-    if reward is None:
-        return [MaskReason.MISSING_REWARD]
-    return [] if math.isfinite(reward) else [MaskReason.NON_FINITE_REWARD]
 
 
 def _components(rollout: FinishedRollout) -> dict[str, float]:

@@ -34,7 +34,7 @@ from gym_capture.commands.job_files import check_job, is_job
 
 
 class AppModels(NamedTuple):
-    """What checks an application beyond Ray Serve's schema."""
+    """The schemas of an application, beyond Ray Serve's own."""
 
     args: type[BaseModel]
     user_configs: Mapping[str, type[BaseModel]]
@@ -80,7 +80,7 @@ def command(
 
 
 def check_file(file: Path, models: Mapping[str, AppModels], args_rules: Mapping[str, ArgsRule]) -> Findings:
-    """What is wrong with a file. `models`, `args_rules`: what checks an application, by its import path."""
+    """The problems of a file. `models`, `args_rules`: schemas and rules of applications, by their import paths."""
     try:
         text = file.read_text(encoding="utf-8")
         if is_job(text):

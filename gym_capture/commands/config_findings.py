@@ -1,4 +1,4 @@
-"""What is wrong with a part of a Serve configuration file, said with the key that it belongs to.
+"""Problems of a part of a Serve configuration file, each with the key that it belongs to.
 
 Invariant: a key that a schema does not know is found, also where the schema itself would drop it, and the nearest known
 one is named.
@@ -18,14 +18,14 @@ Location: TypeAlias = tuple[str | int, ...]
 
 
 class Findings(NamedTuple):
-    """What is wrong with a file or a part of it, and what may be."""
+    """Problems of a file or a part of it: what is wrong, and what may be."""
 
     problems: list[str]
     warnings: list[str]
 
 
 def invalid_values(data: object, model: type[BaseModel], at: Location) -> Iterator[str]:
-    """What `model` says of `data`, each problem with the key it belongs to."""
+    """The problems that `model` finds in `data`, each with the key it belongs to."""
     try:
         model.model_validate(data)
     except ValidationError as error:

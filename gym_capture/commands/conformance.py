@@ -14,7 +14,6 @@ import inspect
 import json
 import sys
 import tempfile
-import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from difflib import get_close_matches
@@ -29,7 +28,7 @@ from rich.table import Table
 
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, run_check
 from gym_capture.conformance.lineage import LINEAGE_CHECKS, LINEAGE_DURABILITY_CHECKS, run_lineage_check
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, described
 from gym_capture.protocols import LineageStore, TokenSink, TokenSource
 from gym_capture.stores.base import StoreFactory
 
@@ -128,7 +127,7 @@ async def _run(opener: _Opener, names: Sequence[str], timeout_s: float, on_done:
     # What opens no store fails every check alike: it is said once, as an error. Gathered: it may raise anything.
     opened: Any = (await asyncio.gather(opener.new(), return_exceptions=True))[0]
     if isinstance(opened, BaseException):
-        raise ConfigError(f"no store can be opened: {_described(opened)}")
+        raise ConfigError(f"no store can be opened: {described(opened)}")
     await opened.close()
     results: list[Result] = []
     for name in names:
@@ -137,12 +136,6 @@ async def _run(opener: _Opener, names: Sequence[str], timeout_s: float, on_done:
         results.append(await run(name, opener.new, reopen=opener.reopen, timeout_s=timeout_s))
         on_done(name)
     return results
-
-
-def _described(error: BaseException) -> str:
-    """What was raised, and where: it is often a bug in the store."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} (at {Path(last.filename).name}:{last.lineno})"
 
 
 def _chosen(only: list[str] | None, *, durability: bool, lineage: bool) -> list[str]:

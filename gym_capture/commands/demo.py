@@ -85,15 +85,15 @@ def _run(
     json_file: Path | None,
 ) -> bool:
     """Whether every check held."""
-    from gym_capture.demo.processes import Household
+    from gym_capture.demo.processes import ChildProcesses
     from gym_capture.demo.progress import Phases
     from gym_capture.demo.report import checks, table, to_json
     from gym_capture.demo.run import DemoOptions, run_demo
     from gym_capture.rollouts.harness import ToolLoopOptions
     from gym_capture.serving.app import model_folder
 
-    household = Household()
-    with Phases(console) as phases, household:
+    children = ChildProcesses()
+    with Phases(console) as phases, children:
         with phases.phase("prepare the model"):
             folder = model_folder(model)
         options = DemoOptions(
@@ -105,8 +105,8 @@ def _run(
             concurrency=concurrency,
             loop=ToolLoopOptions(max_tokens=max_tokens),
         )
-        modes = run_demo(options, household=household, phases=phases)
-    found = checks(*modes, leftovers=household.leftovers)
+        modes = run_demo(options, children=children, phases=phases)
+    found = checks(*modes, leftovers=children.leftovers)
     console.print(table(modes))
     for check in found:
         mark = "[green]✓[/]" if check.held else "[red]✗[/]"

@@ -1,4 +1,4 @@
-"""What the schema of the graph's arguments leaves open, and Ray, vLLM or this machine can tell.
+"""Rules for the graph's arguments that their schema leaves open, and Ray, vLLM or this machine can tell.
 
 Invariant: a problem is what no machine would take: a name that the installed Ray or vLLM does not know. What another
 machine may have - a folder, a secret - is only a warning where it is missing.

@@ -17,7 +17,7 @@ _LONGEST: Final = 300
 
 @contextmanager
 def explained(what: str) -> Iterator[None]:
-    """What a library raises inside becomes a `ConfigError`: `what`, and the library's own words."""
+    """Makes a `ConfigError` of an error that a library raises inside: `what`, and the library's own words."""
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
 

@@ -10,7 +10,7 @@ import typer
 
 
 class SmallModel(StrEnum):
-    """What can be made."""
+    """The models that can be made."""
 
     SMOLLM2 = "smollm2"
     TINY = "tiny"

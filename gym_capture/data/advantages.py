@@ -1,4 +1,4 @@
-"""Group-relative advantages, one a rollout.
+"""Group-relative advantages, one a rollout; and which rewards can be compared at all.
 
 Invariant: an advantage compares whole rollouts of one group and nothing else. How many rows a rollout was built into,
 how large other groups are and in which order rollouts stand changes nothing; masked rollouts are outside of the
@@ -11,26 +11,35 @@ For a rollout with reward r in a group whose unmasked rewards have mean m and st
     sample_std        (r - m) / (s + 1e-6),  s over n - 1
 
 A group with one unmasked rollout has nothing to compare it with: its advantage is 0, as are those of a group whose
-rewards are all the same. Whatever the rewards, nothing
-overflows on the way; an advantage without a scale that a float32 cannot hold is cut to the largest one that it can.
+rewards are all the same. Whatever the rewards, nothing overflows on the way; an advantage without a scale that a
+float32 cannot hold is cut to the largest one that it can.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from typing import Final, Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.reasons import MaskReason
+
 Scale: TypeAlias = Literal["none", "population_std", "sample_std"]
-SCALES: Final[tuple[Scale, ...]] = get_args(Scale)
 
 _EPSILON: Final = 1e-6
 """Keeps a group whose rewards differ by rounding only from being blown up to advantages of +-1."""
 
 _LARGEST: Final = float(np.finfo(np.float32).max)
 """Trainers multiply in float32."""
+
+
+def reward_problems(reward: float | None) -> tuple[str, ...]:
+    """Reasons to mask a rollout over its reward, for every table and trainer; none if it can be compared."""
+    if reward is None:
+        return (MaskReason.MISSING_REWARD,)
+    return () if math.isfinite(reward) else (MaskReason.NON_FINITE_REWARD,)
 
 
 def group_advantages(
@@ -85,8 +94,3 @@ def group_advantages(
         centered_K /= (std_G + np.ldexp(_EPSILON, -exponent_G))[group_K]
     advantage_N[kept_N] = centered_K
     return advantage_N
-
-
-def token_advantages(advantage: float, loss_mask: npt.NDArray[np.bool_]) -> npt.NDArray[np.float32]:
-    """float32 [T]: a rollout's advantage on the ids it sampled, 0 elsewhere. The same for each of its rows."""
-    return np.where(loss_mask, np.float32(advantage), np.float32(0.0))

@@ -26,10 +26,10 @@ import numpy as np
 import pyarrow as pa
 
 from gym_capture.builder import BuildOptions, BuiltRollout, build
-from gym_capture.data.advantages import Scale, group_advantages
+from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.collector import collector_paused
 from gym_capture.data.requests import Request
-from gym_capture.data.schema import SCHEMA, Row, reward_problems, row_nbytes, rows, to_table, with_advantages
+from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table, with_advantages
 from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
 from gym_capture.reasons import MaskReason, ProblemReason, join_reason
 from gym_capture.records import RecordProblem, Snapshot, digest_ids

@@ -12,7 +12,7 @@ places; leaving it by an exception takes them away.
 
 Prompts are stored as they are in the log: without the ids that the parent's record holds (`prompt_offset`).
 
-Half an emoji, which a model can generate and the log keeps, is in no format that others read: it is written as U+FFFD.
+Half an emoji, which logs of before may hold, is in no format that others read: it is written as U+FFFD.
 That is about texts; ids are never touched.
 """
 
@@ -23,17 +23,17 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Literal, Protocol, TypeAlias
 
-import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gym_capture.builder import echoes_unknown_turns
+from gym_capture.conversation import json_without_surrogates
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
+from gym_capture.data.schema import tensor_value
 from gym_capture.data.staged_files import StagedFiles, staged_files
 from gym_capture.lineage import LineageIndex
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
-from gym_capture.record_rows import call_row, lost_call_rows, rollout_row, row_json, without_lone_surrogates
+from gym_capture.record_rows import call_row, lost_call_rows, rollout_row, row_json
 from gym_capture.records import SCHEMA_VERSION, Snapshot, TokenEntry
 
 Format: TypeAlias = Literal["nemo-gym", "parquet", "jsonl"]
@@ -225,7 +225,7 @@ def _lost_calls(snapshot: Snapshot) -> tuple[list[str], list[str]]:
         else:
             lost.append(reason)
     lost += [join_reason(p.reason, p.call_id) for p in snapshot.problems]
-    return [" ".join(without_lone_surrogates(line).split()) for line in dict.fromkeys(lost)], dangling
+    return [" ".join(json_without_surrogates(line).split()) for line in dict.fromkeys(lost)], dangling
 
 
 def _is_a_line(call_id: str) -> bool:
@@ -257,7 +257,7 @@ class _ParquetFiles:
 
     def add(self, snapshot: Snapshot) -> None:
         self._calls.add(pa.Table.from_pylist([_arrow_row(entry) for entry in snapshot.entries], schema=CALL_SCHEMA))
-        row = without_lone_surrogates(rollout_row(snapshot))
+        row = json_without_surrogates(rollout_row(snapshot))
         self._rollouts.add(pa.Table.from_pylist([row], schema=ROLLOUT_SCHEMA))
 
 
@@ -284,20 +284,14 @@ class _Buffer:
 def _arrow_row(entry: TokenEntry) -> dict[str, Any]:
     row: dict[str, Any] = call_row(entry)
     arrays = {name: row.pop(name) for name in _ARRAYS}
-    tensors = {name: _tensor(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
-    row = dict(without_lone_surrogates(row))
+    tensors = {name: tensor_value(row.pop(name)) for name in ("routed_experts", "sampling_mask")}
+    row = dict(json_without_surrogates(row))
     for name in ("output_items", "sampling"):
         row[name] = row_json(row[name]).decode()
     return row | arrays | tensors
 
 
 _ARRAYS: Final = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
-
-
-def _tensor(array: npt.NDArray[Any] | None) -> dict[str, Any] | None:
-    if array is None:
-        return None
-    return {"dtype": array.dtype.str, "shape": array.shape, "values": np.ascontiguousarray(array).tobytes()}
 
 
 # --- JSON ----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ without one is known by its columns, so a later version must not give a column o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
@@ -23,7 +22,7 @@ import pyarrow as pa
 
 from gym_capture.builder import BuiltRollout
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.reasons import MaskReason, reason_name
+from gym_capture.reasons import reason_name
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -216,13 +215,6 @@ def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
     return array.reshape(value["shape"])
 
 
-def reward_problems(reward: float | None) -> tuple[str, ...]:
-    """Reasons to mask a rollout over its reward; none if it can be used."""
-    if reward is None:
-        return (MaskReason.MISSING_REWARD,)
-    return () if math.isfinite(reward) else (MaskReason.NON_FINITE_REWARD,)
-
-
 def _sequence(trajectory: Trajectory) -> Row:
     return {
         "trajectory_id": trajectory.trajectory_id,
@@ -236,8 +228,8 @@ def _sequence(trajectory: Trajectory) -> Row:
             for s in trajectory.spans
         ],
         "finish_reason": trajectory.finish_reason,
-        "routed_experts": _tensor(trajectory.routed_experts),
-        "sampling_mask": _tensor(trajectory.sampling_mask),
+        "routed_experts": tensor_value(trajectory.routed_experts),
+        "sampling_mask": tensor_value(trajectory.sampling_mask),
     }
 
 
@@ -256,7 +248,8 @@ def _nothing(rollout_id: str) -> Row:
     }
 
 
-def _tensor(array: npt.NDArray[Any] | None) -> Row | None:
+def tensor_value(array: npt.NDArray[Any] | None) -> Row | None:
+    """An array that rides along as a table has it; `read_tensor` undoes it."""
     if array is None:
         return None
     return {"dtype": array.dtype.str, "shape": array.shape, "values": array.tobytes()}

@@ -25,7 +25,7 @@ import yaml
 from ray import serve
 
 from gym_capture.cluster.env import private_cluster_env
-from gym_capture.demo.processes import Child, Household, free_port
+from gym_capture.demo.processes import Child, ChildProcesses, free_port
 from gym_capture.errors import ConfigError, EngineError
 from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT
 
@@ -99,7 +99,7 @@ def graph_config(
 
 @contextmanager
 def served_graph(
-    household: Household,
+    children: ChildProcesses,
     *,
     base: Mapping[str, Any],
     args: Mapping[str, Any],
@@ -121,7 +121,7 @@ def served_graph(
         yaml.safe_dump(graph_config(base, port=port, args=args, options=options), sort_keys=False), encoding="utf-8"
     )
     command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", address, str(config)]
-    child = household.start(command, log=directory / "serve.log")
+    child = children.start(command, log=directory / "serve.log")
     try:
         _wait_ready(child, f"http://127.0.0.1:{port}", on_wait)
         yield f"http://127.0.0.1:{port}"
@@ -152,7 +152,7 @@ def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
 
 
 def _deployment_state(child: Child) -> str:
-    """What Serve says of the application. Raises `ConfigError` once it has given up."""
+    """The state of the application in Serve's words. Raises `ConfigError` once Serve has given up."""
     for name, application in serve.status().applications.items():
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             why = [deployment.message for deployment in application.deployments.values()] or [application.message]

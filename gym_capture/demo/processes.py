@@ -1,10 +1,11 @@
 """Processes that the demo starts, and the certainty that none of them is left.
 
-Invariant: when `Household` is left, by whatever way, every process that was started below this one is gone. Processes
-that lose their parent (Ray's workers, an engine's core) do not slip away: this process is made their new parent.
+Invariant: when the context of `ChildProcesses` is left, by whatever way, every process that was started below this one
+is gone. Processes that lose their parent (Ray's workers, an engine's core) do not slip away: this process is made their
+new parent.
 
 Flow: `start` runs a command in its own session with its output in a log file -> `stop` asks it to end like Ctrl-C does
--> leaving the household ends whatever still lives, and says what that was.
+-> leaving the context ends whatever still lives, and says what that was.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Child:
             return file.read().decode("utf-8", errors="replace").strip()
 
 
-class Household:
+class ChildProcesses:
     """The lifetime of the demo's processes. Use as a context manager, from the main thread."""
 
     def __init__(self, *, grace_s: float = 20.0, linger_s: float = 5.0) -> None:

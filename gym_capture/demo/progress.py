@@ -1,4 +1,4 @@
-"""What the demo does now, for a person who watches: one line for each phase, with a bar where there is a count.
+"""The demo's progress, for a person who watches: one line for each phase, with a bar where there is a count.
 
 Invariant: a phase's seconds are measured whether or not anyone watches; without a terminal a line is printed when a
 phase ends.

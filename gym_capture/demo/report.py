@@ -1,4 +1,4 @@
-"""What the demo measured, as a table, as checks, and as JSON.
+"""The demo's measurements as a table, as checks, and as JSON.
 
 Invariant: every figure comes from what the run wrote - the job's rows, the trajectories' Parquet, the trainer's
 report - and every promise of the demo is a check with the figure that decides it.

@@ -22,7 +22,7 @@ from gym_capture.data.job import SourceSpec, write_trajectories
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
@@ -42,7 +42,7 @@ _INCOMPLETE: Final = (*CaptureMark, MaskReason.INCOMPLETE, ProblemReason.UNREADA
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoOptions:
-    """What the demo runs."""
+    """One demo: its model, how that is served, how much is played, and where everything goes."""
 
     model: Path
     """A model folder."""
@@ -57,31 +57,31 @@ class DemoOptions:
     seed: int = 0
 
 
-def run_demo(options: DemoOptions, *, household: Household, phases: Phases) -> tuple[Mode, Mode]:
+def run_demo(options: DemoOptions, *, children: ChildProcesses, phases: Phases) -> tuple[Mode, Mode]:
     """The figures with prefix supply and without."""
     return (
-        _on_a_cluster(options, household, phases, prefix_supply=True),
-        _on_a_cluster(options, household, phases, prefix_supply=False),
+        _on_a_cluster(options, children, phases, prefix_supply=True),
+        _on_a_cluster(options, children, phases, prefix_supply=False),
     )
 
 
-def _on_a_cluster(options: DemoOptions, household: Household, phases: Phases, *, prefix_supply: bool) -> Mode:
+def _on_a_cluster(options: DemoOptions, children: ChildProcesses, phases: Phases, *, prefix_supply: bool) -> Mode:
     """Each run has a cluster of its own: Serve's client in this process outlives the controller it knows."""
     with private_ray(cpus=_CPUS, namespace=_NAMESPACE) as address:
         # The phases say what goes on; Ray Data would say it a second time.
         logging.getLogger("ray.data").setLevel(logging.ERROR)
-        return _Run(options, address, household, phases, prefix_supply=prefix_supply).run()
+        return _Run(options, address, children, phases, prefix_supply=prefix_supply).run()
 
 
 class _Run:
     """One of the two."""
 
     def __init__(
-        self, options: DemoOptions, address: str, household: Household, phases: Phases, *, prefix_supply: bool
+        self, options: DemoOptions, address: str, children: ChildProcesses, phases: Phases, *, prefix_supply: bool
     ) -> None:
         self._options = options
         self._address = address
-        self._household = household
+        self._children = children
         self._phases = phases
         self._prefix_supply = prefix_supply
         self._name = "prefix supply" if prefix_supply else "rendered again"
@@ -92,7 +92,7 @@ class _Run:
         with ExitStack() as serving:
             with self._phase("serve") as starting:
                 graph = served_graph(
-                    self._household,
+                    self._children,
                     base=self._options.config,
                     args=self._graph_args(),
                     address=self._address,

@@ -273,7 +273,7 @@ def _tools(data: Mapping[str, Any]) -> Iterator[Tool]:
 
 
 def _left_out(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """What `_tools` passes over; it has been through them by now."""
+    """The names of tools that `_tools` passes over; it has read them all by now."""
     kinds = (tool.get("type") for tool in data.get("tools") or () if tool.get("input_schema") is None)
     return tuple(dict.fromkeys(fields.left_out(kind) for kind in kinds))
 

@@ -30,7 +30,7 @@ class Block(NamedTuple):
         return fields.required_string(self.value, "text", at=f"{self.at}.")
 
     def shown(self) -> str:
-        """What the policy sees of a block that users and tools may send. Raises `InvalidRequestError`."""
+        """The text that the policy sees of a block from a user or a tool. Raises `InvalidRequestError`."""
         match self.kind:
             case "document":
                 title, context = (fields.string(self.value, key, at=f"{self.at}.") for key in ("title", "context"))

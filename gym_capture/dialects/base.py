@@ -12,13 +12,27 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 import orjson
 
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
-from gym_capture.conversation import without_surrogates
+from gym_capture.conversation import json_without_surrogates
 from gym_capture.errors import InvalidRequestError, Overflow
+
+ErrorKind: TypeAlias = Literal[
+    "invalid_request",
+    "context_length",
+    "too_large",
+    "timeout",
+    "not_found",
+    "unknown_model",
+    "authentication",
+    "permission",
+    "conflict",
+    "overloaded",
+    "internal",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +40,7 @@ class ApiError:
     """A classified error, before a dialect gives it its shape."""
 
     status: int
-    kind: str
-    """A name from a closed set: invalid_request, context_length, too_large, timeout, not_found, unknown_model,
-    authentication, permission, conflict, overloaded, internal."""
+    kind: ErrorKind
     message: str
     param: str | None = None
     retry_after_s: float | None = None
@@ -38,7 +50,7 @@ class ApiError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyIdentity:
-    """What the reply says of itself."""
+    """The fields by which a reply is known."""
 
     call_id: str
     model: str
@@ -51,7 +63,7 @@ class StreamEncoder(Protocol):
     """Encodes one reply as server-sent events."""
 
     def start(self, prompt_tokens: int) -> bytes:
-        """What says that a reply is coming; `prompt_tokens` is the length of its prompt."""
+        """The events that announce a reply; `prompt_tokens` is the length of its prompt."""
         ...
 
     def keep_alive(self) -> bytes:
@@ -146,7 +158,7 @@ def parse_object(body: bytes) -> Mapping[str, Any]:
         value = orjson.loads(body)
     except orjson.JSONDecodeError as error:
         try:
-            value = _sendable(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
+            value = json_without_surrogates(json.loads(body.decode("utf-8-sig"), parse_constant=_no_number))
         except (ValueError, RecursionError):
             raise InvalidRequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
@@ -174,13 +186,3 @@ def json_type(value: object) -> str:
 def _no_number(name: str) -> float:
     """JSON has no NaN and no Infinity."""
     raise ValueError(f"{name} is no JSON")
-
-
-def _sendable(value: Any) -> Any:
-    if isinstance(value, str):
-        return without_surrogates(value)
-    if isinstance(value, list):
-        return [_sendable(item) for item in value]
-    if isinstance(value, dict):
-        return {_sendable(key): _sendable(item) for key, item in value.items()}
-    return value

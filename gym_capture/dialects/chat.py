@@ -107,10 +107,8 @@ class ChatDialect:
 
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
-        if fields.count(data, "n", minimum=1) not in (None, 1):
-            raise InvalidRequestError("n must be 1: each captured call is one generation", param="n")
+        fields.one_generation(data, "n")
         stream = bool(fields.boolean(data, "stream"))
-        options = data.get("stream_options")
         _refuse_unserved(data)
         tool_choice, tools = _tool_choice(data.get("tool_choice"), _tools(data))
         top_logprobs = None
@@ -132,7 +130,7 @@ class ChatDialect:
             top_logprobs=top_logprobs,
             left_out=() if data.get("web_search_options") is None else (fields.left_out("web_search"),),
             stream=stream,
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            include_usage=fields.wants_usage(data),
         )
 
     def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes:
@@ -257,7 +255,7 @@ def usage(counts: Usage) -> dict[str, Any]:
 
 
 def message_of(error: ApiError) -> str:
-    """What OpenAI's APIs say. Of a context that overflows they say two things, and clients look for either."""
+    """The error in OpenAI's words. There are two ways to say that a context overflows, and clients look for either."""
     overflow = error.overflow
     if overflow is None:
         return error.message
@@ -420,7 +418,7 @@ def _chosen(value: object, tools: tuple[Tool, ...], at: str) -> str:
 
 
 def _refuse_unserved(data: Mapping[str, Any]) -> None:
-    """What the client relies on, and would wait for in vain."""
+    """Refuses fields that would be ignored although the client relies on them."""
     for key, instead in (("functions", "tools"), ("function_call", "tool_choice")):
         # The words mean what leaving them out means, where no functions are offered.
         if data.get(key) and data[key] not in ("auto", "none"):

@@ -34,7 +34,7 @@ from gym_capture.dialects.description import (
 from gym_capture.errors import InvalidRequestError
 
 DEFAULT_MAX_TOKENS: Final = 16
-"""What this API generates for a client that does not say."""
+"""This API's own default."""
 
 _CHAT: Final = ChatDialect()
 _LOWEST: Final = -9999.0
@@ -62,14 +62,11 @@ class CompletionsDialect:
 
     def parse(self, body: bytes) -> ModelRequest:
         data = parse_object(body)
-        for key in ("n", "best_of"):
-            if fields.count(data, key, minimum=1) not in (None, 1):
-                raise InvalidRequestError(f"{key} must be 1: each captured call is one generation", param=key)
+        fields.one_generation(data, "n", "best_of")
         if fields.boolean(data, "echo"):
             raise InvalidRequestError("echo is not supported: the reply is what was generated, no more", param="echo")
         if fields.string(data, "suffix"):
             raise InvalidRequestError("suffix is not supported: text is generated at the end only", param="suffix")
-        options = data.get("stream_options")
         return ModelRequest(
             requested_model=fields.required_string(data, "model"),
             conversation=Conversation(items=()),
@@ -78,7 +75,7 @@ class CompletionsDialect:
             max_tokens=fields.count(data, "max_tokens", minimum=1) or DEFAULT_MAX_TOKENS,
             top_logprobs=fields.count(data, "logprobs", minimum=0),
             stream=bool(fields.boolean(data, "stream")),
-            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            include_usage=fields.wants_usage(data),
         )
 
     def reply(self, request: ModelRequest, identity: ReplyIdentity, reply: ModelReply) -> bytes:

@@ -1,4 +1,4 @@
-"""What a route takes and answers, in the words of JSON Schema: each dialect describes its own with these.
+"""JSON Schemas of what routes take and answer: each dialect describes its own with these.
 
 Invariant: a body that does not fit the schema of its route is refused with 400, and what is answered fits it. The
 schemas name the fields that a dialect reads; others are ignored, which is what `additionalProperties` says.

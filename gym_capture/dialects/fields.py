@@ -24,7 +24,7 @@ def wrong_type(param: str, expected: str, value: object) -> InvalidRequestError:
 
 
 def shown(value: object) -> str:
-    """What an error says of a value that is not what it must be: never much, and however deep it is nested."""
+    """A wrong value as an error quotes it: short, however long it is or deep it nests."""
     return value[:40] if isinstance(value, str) else json_type(value)
 
 
@@ -163,6 +163,19 @@ def tool(
     )
 
 
+def one_generation(body: Mapping[str, Any], *names: str) -> None:
+    """Refuses a request for more: a record is of one generation."""
+    for name in names:
+        if count(body, name, minimum=1) not in (None, 1):
+            raise InvalidRequestError(f"{name} must be 1: each captured call is one generation", param=name)
+
+
+def wants_usage(body: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with the counts of tokens (`stream_options`)."""
+    options = body.get("stream_options")
+    return isinstance(options, dict) and options.get("include_usage") is True
+
+
 _VENDOR_TOOLS: Final = frozenset(
     {
         *("advisor", "code_execution", "code_interpreter", "file_search", "image_generation", "mcp", "mcp_toolset"),
@@ -198,7 +211,7 @@ NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penal
 MAX_BIASES = 50_000
 INTEGERS = ("top_k", "seed", "min_tokens")
 SAMPLING = (*NUMBERS, *INTEGERS, "stop", "logit_bias")
-"""What `sampling` reads."""
+"""The parameters that `sampling` reads."""
 
 NEUTRAL: Final[Mapping[str, Any]] = {
     "temperature": 1.0,
@@ -211,7 +224,7 @@ NEUTRAL: Final[Mapping[str, Any]] = {
     "min_tokens": 0,
     "logit_bias": {},
 }
-"""What each parameter is that shapes the distribution when it leaves it as the model has it.
+"""For each parameter that shapes the distribution, the value that leaves the distribution as the model has it.
 
 Of what `sampling` reads, `seed` and `stop` are not among them: they choose which sample, and where it ends.
 """

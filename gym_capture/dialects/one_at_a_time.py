@@ -33,7 +33,7 @@ class OneAtATime:
         """Of the calls that wait, by position."""
 
     def pass_on(self, events: Iterable[ReplyEvent]) -> Iterator[ReplyEvent]:
-        """What can be shown by now. Use it up before the next call.
+        """The events that can be shown by now. Use them up before the next call.
 
         Raises `ValueError` for arguments of a call that has not begun, and for those that go on after they were an
         object and something else began: a client has run the tool by then, or may have.

@@ -60,7 +60,7 @@ class Offer:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """What the model knows a tool by."""
+    """The name that the model knows a tool by."""
     return f"{namespace}__{name}" if namespace else name
 
 
@@ -74,7 +74,7 @@ def custom_arguments(text: str) -> str:
 
 
 def custom_input(arguments: str) -> str:
-    """What a custom tool is given: no two argument texts give the same, unless they mean the same.
+    """The input that a custom tool is given: two argument texts give the same one only if they mean the same.
 
     So the echo of a call is that call and no other, up to what a comparison of arguments ignores
     (`fingerprint.canonical_arguments`). To be sure of that, a string is only given as it is if it comes back as what
@@ -154,7 +154,7 @@ def _is_run_by_client(entry: Mapping[str, Any]) -> bool:
 
 
 def _grammar(entry: Mapping[str, Any], at: str) -> str:
-    """What a custom tool's description must add for the model to write what the tool can read."""
+    """The grammar of a custom tool, in words for its description: the model must write what the tool can read."""
     form = entry.get("format")
     if form is None or fields.mapping(form, f"{at}.format").get("type") != "grammar":
         return ""

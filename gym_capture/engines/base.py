@@ -21,7 +21,7 @@ from gym_capture.template import ChatTemplate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
-    """What is served."""
+    """The model that an engine serves."""
 
     name: str
     """The name that clients use."""
@@ -36,7 +36,7 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GenerationChunk:
-    """What an engine has produced since the chunk before. G: new ids."""
+    """The ids and the text that an engine has produced since the chunk before. G: new ids."""
 
     token_ids: IdArray
     """int32 [G]."""
@@ -134,7 +134,7 @@ class Engine(Protocol):
 
 
 class EngineFactory(Protocol):
-    """What the graph's `engine` argument names, as `module:factory`: starts the engine of one replica."""
+    """Starts the engine of one replica; the graph's `engine` argument names it, as `module:factory`."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What this package knows of the formats that vLLM's parsers read, by the parsers' names: as little as it must.
+"""Formats that vLLM's parsers read, by the parsers' names: as little of each as this package must know.
 
 Invariant: a parser that is not named here is fed as it is. What stands here is where the JSON of calls begins, and
 which parsers cannot read a reply as it comes.

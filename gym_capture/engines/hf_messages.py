@@ -16,9 +16,9 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, Final, Literal, NamedTuple, TypeAlias
+from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult
+from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult, json_without_surrogates
 from gym_capture.reasons import TemplateRule
 from gym_capture.template import digest_id, nests_too_deep
 
@@ -31,7 +31,7 @@ _SHORT_ID: Final = re.compile(r"[A-Za-z0-9]{9}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What a template wants of its messages."""
+    """The form in which a template takes its messages."""
 
     content_parts: bool = False
     """Contents are lists of parts, not strings."""
@@ -148,7 +148,7 @@ def in_call_order(items: Sequence[Item]) -> tuple[Item, ...]:
 
 
 def to_messages(items: Sequence[Item], habits: Habits) -> list[HfMessage]:
-    """What the template is given for items that are placed."""
+    """The messages of items that have their places."""
     names = {call.id: call.name for item in items if isinstance(item, AssistantTurn) for call in item.tool_calls}
     content: Callable[[str], Any] = _as_parts if habits.content_parts else str
     call_id: Callable[[str], str] = _short_id if habits.short_call_ids else str
@@ -198,7 +198,10 @@ def _arguments(text: str) -> dict[str, Any]:
         value = json.loads(text)
     except ValueError:
         return {}
-    return value if isinstance(value, dict) else {}
+    if not isinstance(value, dict):
+        return {}
+    # Half an emoji may be spelled in a text that has none.
+    return cast(dict[str, Any], json_without_surrogates(value)) if "\\u" in text else value
 
 
 def _short_id(call_id: str) -> str:

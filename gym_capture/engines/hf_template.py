@@ -35,7 +35,6 @@ from gym_capture.conversation import (
     Tool,
     ToolCall,
     ToolResult,
-    without_surrogates,
 )
 from gym_capture.engines.hf_messages import FirstSystem, Habits, LateSystem, in_call_order, place, to_messages
 from gym_capture.errors import ConfigError
@@ -211,10 +210,10 @@ class HfChatTemplate:
         )
 
     def encode(self, text: str) -> IdArray:
-        return self._codec.encode(without_surrogates(text))
+        return self._codec.encode(text)
 
     def encode_plain(self, text: str) -> IdArray:
-        return self._codec.encode_plain(without_surrogates(text))
+        return self._codec.encode_plain(text)
 
     def decode(self, ids: IdArray) -> str:
         return self._codec.decode(ids)
@@ -316,7 +315,7 @@ class HfChatTemplate:
         return all(text.count(word) == 1 for word in said) and places == sorted(places)
 
     def _before(self, turn: AssistantTurn, items: Sequence[Item], habits: Habits) -> str:
-        """What is written up to the text of `turn`."""
+        """The rendering up to the text of `turn`."""
         return self._rendered(items, habits).partition(turn.text)[0]
 
     def _probe_closes(self) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a request may ask of an engine, beyond what the engine itself checks.
+"""Limits of what a request may ask of an engine, beyond those that the engine itself checks.
 
 Invariant: numbers that pass stay finite through an engine's arithmetic, and a grammar that passes is compiled in about
 a second. Everything else is an `InvalidRequestError` that names the parameter, before an engine sees it. For an engine

@@ -1,10 +1,10 @@
-"""What stands between a generation and parsers that look for markup everywhere: what is only text looks like text.
+"""Filters between a generation and vLLM's parsers, which look for markup everywhere: mere text looks like text to them.
 
 Invariant: parsers see every token, with markup changed nowhere but where it is none: inside the JSON strings of a tool
 call, whose end is known, and in thinking, before it has ended. There the characters that begin or end markup are
-veiled: stand-ins for them, which no text has, take their place, and what a parser makes of it is unveiled.
+replaced by stand-ins, which no text has, and in what the parser makes of it they are put back.
 
-Flow: a piece -> `ThoughtScreen` -> `JsonScreen` -> vLLM's parser -> `unveil`.
+Flow: a piece -> `ThoughtScreen` -> `JsonScreen` -> vLLM's parser -> `restore`.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _MARKUP: Final = "<[]{};`"
 """Characters that formats of tool calls are made of. None has a meaning in a JSON string."""
 _STAND_INS: Final = "".join(chr(0xFDD0 + n) for n in range(len(_MARKUP)))
 """Noncharacters: they are for use inside a program, and no text has them."""
-_VEIL: Final = str.maketrans(_MARKUP, _STAND_INS)
+_TO_STAND_INS: Final = str.maketrans(_MARKUP, _STAND_INS)
 _FOREIGN: Final = str.maketrans(dict.fromkeys(_STAND_INS, NO_CHARACTER))
-_VEILED: Final = re.compile(f"[{_STAND_INS}]")
-_VEILED_IN_JSON: Final = re.compile(rf"\\\\|[{_STAND_INS}]|\\ufdd([0-{len(_MARKUP) - 1}])")
+_STAND_IN: Final = re.compile(f"[{_STAND_INS}]")
+_STAND_IN_OF_JSON: Final = re.compile(rf"\\\\|[{_STAND_INS}]|\\ufdd([0-{len(_MARKUP) - 1}])")
 """A backslash that is itself escaped begins no escape."""
 _PART_OF_ESCAPE: Final = re.compile(r"(?<!\\)(?:\\\\)*(\\(?:u(?:f(?:dd?)?)?)?)\Z")
 _WORDS: Final = re.compile(r"\w+|\W")
@@ -37,9 +37,9 @@ _TAIL: Final = 64
 """Characters before a bracket that tell whether a call's JSON begins there."""
 
 
-def unveil(text: str) -> str:
-    """`text` with the veiled characters put back."""
-    return _VEILED.sub(_spelled, text)
+def restore(text: str) -> str:
+    """`text` with the characters that were replaced put back."""
+    return _STAND_IN.sub(_spelled, text)
 
 
 def _spelled(match: re.Match[str]) -> str:
@@ -52,8 +52,8 @@ def _spelled_in_json(match: re.Match[str]) -> str:
     return match[0] if match[0].startswith("\\") else _spelled(match)
 
 
-class Unveiler:
-    """`unveil` for JSON that comes in parts: some parsers write veiled characters as escapes, which may be cut."""
+class PartRestorer:
+    """`restore` for JSON that comes in parts: some parsers write stand-ins as escapes, which may be cut."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -62,7 +62,7 @@ class Unveiler:
         text = self._held + text
         part = _PART_OF_ESCAPE.search(text)
         self._held = "" if part is None else part[1]
-        return _VEILED_IN_JSON.sub(_spelled_in_json, text[: len(text) - len(self._held)])
+        return _STAND_IN_OF_JSON.sub(_spelled_in_json, text[: len(text) - len(self._held)])
 
     def rest(self) -> str:
         held, self._held = self._held, ""
@@ -107,7 +107,7 @@ class ThoughtScreen:
         self._text = self._text[-_TAIL:] + piece.text
         if self._end in self._text or self._end_id in piece.token_ids:
             self._is_thinking = False
-            thought = [Piece([self._plain_id] * len(ids), text.translate(_VEIL)) for ids, text in self._held]
+            thought = [Piece([self._plain_id] * len(ids), text.translate(_TO_STAND_INS)) for ids, text in self._held]
             self._held = []
             return [*thought, piece]
         self._has_begun = self._has_begun or self._start in self._text
@@ -119,7 +119,7 @@ class ThoughtScreen:
         return [piece]
 
     def rest(self) -> list[Piece]:
-        """What is left at the end of the generation: calls that were meant."""
+        """The pieces held at the end of the generation: calls that were meant."""
         held, self._held = self._held, []
         self._is_thinking = self._is_thinking and not held
         return held
@@ -158,9 +158,9 @@ class JsonScreen:
         self.calls: list[WrittenCall] = []
         """Those that are over, in order."""
         self._before = ""
-        """What came last outside of JSON."""
+        """The last text outside of JSON."""
         self._json: list[str] = []
-        """What there is of the JSON that is open."""
+        """The JSON that is open, so far."""
         self._brackets: list[str] = []
         """Those that are open; none outside of JSON."""
         self._in_string = self._is_escaped = False
@@ -170,7 +170,7 @@ class JsonScreen:
         """Pieces that wait until it is known whether the call they begin has its name first."""
         self._call: _Call | None = None
         self._swaps: list[tuple[int, int, str]] = []
-        """What in the held text is replaced, from the last to the first."""
+        """Replacements in the held text, from the last to the first."""
 
     def feed(self, piece: Piece) -> list[Piece]:
         start = sum(len(held.text) for held in self._held)
@@ -181,7 +181,7 @@ class JsonScreen:
         return [] if self._call is not None and not self._call.is_in_order else self._released()
 
     def rest(self) -> list[Piece]:
-        """What is left at the end of the generation. A call that was cut before its name is none."""
+        """The pieces held at the end of the generation. A call that was cut before its name is none."""
         if self._call is not None and self._call.is_misplaced:
             text = "".join(piece.text for piece in self._held)
             self._swaps.insert(0, (self._call.start, len(text), ""))
@@ -198,7 +198,7 @@ class JsonScreen:
         return [Piece([], word) for word in _WORDS.findall(text)]
 
     def _read(self, char: str, at: int) -> str:
-        """What stands for the character, which is at position `at` of what is held."""
+        """The character that the parser is to see for `char`, which is at position `at` of the held text."""
         if not self._brackets:
             self._read_outside(char, at)
             return char
@@ -242,7 +242,7 @@ class JsonScreen:
         elif char < " ":
             self._leave()  # it is no JSON
             return char
-        return char.translate(_VEIL)
+        return char.translate(_TO_STAND_INS)
 
     def _open(self, bracket: str, at: int) -> None:
         self._brackets.append(bracket)
@@ -271,8 +271,8 @@ class JsonScreen:
         if written is not None:
             self.calls.append(written)
         if call.is_misplaced:
-            veiled = _STRING.sub(lambda match: match[0].translate(_VEIL), text)
-            self._swaps.insert(0, (call.start, at + 1, _name_first(veiled)))
+            replaced = _STRING.sub(lambda match: match[0].translate(_TO_STAND_INS), text)
+            self._swaps.insert(0, (call.start, at + 1, _name_first(replaced)))
         self._call = None
 
     def _leave(self) -> None:

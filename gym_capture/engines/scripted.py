@@ -28,14 +28,14 @@ DEFAULT_LOG_PROB: Final = -0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """What one chunk brings."""
+    """One chunk: its ids and its text."""
 
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
     """One for each id; None: `DEFAULT_LOG_PROB` for all."""
     text: str = ""
     events: Sequence[ReplyEvent] | None = None
-    """What a parser makes of it; None: the text, as text."""
+    """The parser's events; None: the text, as text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +59,7 @@ class Script:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class EngineCall:
-    """What was asked of the engine."""
+    """A call as the engine was asked for it."""
 
     call_id: str
     prompt_ids: IdArray
@@ -228,7 +228,7 @@ class _ScriptedParser:
         self._expected: list[ReplyEvent] = []
 
     def expect(self, events: Sequence[ReplyEvent]) -> None:
-        """What the chunk that is about to come will be parsed into."""
+        """Sets the events that the next chunk will be parsed into."""
         self._expected.extend(events)
 
     def feed(self, chunk: GenerationChunk) -> Sequence[ReplyEvent]:

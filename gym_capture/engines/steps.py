@@ -1,4 +1,4 @@
-"""What an engine sends in one go, cut into the tokens that it sampled one by one.
+"""An engine's steps, of several tokens each, cut into single tokens.
 
 Invariant: where the cuts are depends on ids and text alone, not on how the engine grouped its steps; and the pieces put
 together are what was fed, ids and text both.
@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta
 
 NO_CHARACTER: Final = "\ufffd"
-"""What decoders write for bytes that are no character, or not yet."""
+"""Decoders write it for bytes that are no character, or not yet."""
 
 
 _PROSE: Final = re.compile(r"[\w .,;:!?'-]+")
@@ -108,7 +108,7 @@ class PromptEcho:
         self._held = ""
 
     def strip(self, text: str, *, is_last: bool) -> str:
-        """What of `text` was generated, with what was held back before; empty while that cannot be told."""
+        """The part of `text` that was generated, and what was held back before; empty while that cannot be told."""
         if not self._prompt:
             return text
         self._held += text

@@ -60,7 +60,7 @@ _MAX_MESSAGE = 500
 
 @dataclass(frozen=True, slots=True)
 class _ParserSetup:
-    """What every request's parser is made from."""
+    """The model's parsers, and what each request's parser is made with."""
 
     names: Parsers
     parser_cls: type[Parser] | None

@@ -1,4 +1,4 @@
-"""What one vLLM `RequestOutput` says, as a chunk of a generation.
+"""One vLLM `RequestOutput` as a chunk of a generation.
 
 Invariant: what the engine reports is passed on as it is, and nothing in it is cut, filled up or put right: log
 probabilities are as many as the engine gave, and that of an id which is not among its alternatives is NaN. Such a chunk

@@ -18,7 +18,7 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.formats import JSON_FORMATS, OPENS_CALL_IN_THOUGHT, READ_WHOLE, THINKS_WHOLE
-from gym_capture.engines.screens import JsonScreen, ThoughtScreen, Unveiler, unveil
+from gym_capture.engines.screens import JsonScreen, PartRestorer, ThoughtScreen, restore
 from gym_capture.engines.steps import Piece, StepSplitter, joined, merged
 
 CONTEXT_IDS: Final = 8
@@ -101,7 +101,7 @@ class VllmParser:
         self._calls: list[_CallSoFar] = []
         self._thinks_whole = names.reasoning in THINKS_WHOLE
         self._text = ""
-        """What is read once it is whole."""
+        """Text that is parsed only once it is whole."""
         self._call_mark = None if chat.tool_choice != "auto" else READ_WHOLE.get(names.tools or "")
         if self._call_mark is not None:
             # vLLM passes everything on as text.
@@ -172,11 +172,11 @@ class VllmParser:
             return
         if delta.reasoning:
             self._reasoned += len(piece.token_ids)
-            yield ReasoningDelta(unveil(delta.reasoning))
+            yield ReasoningDelta(restore(delta.reasoning))
         if delta.content:
             text = delta.content if self._call_mark is None else self._before_call(delta.content, self._call_mark)
             if text:
-                yield TextDelta(unveil(text))
+                yield TextDelta(restore(text))
         for call in delta.tool_calls or ():
             function = call.function
             if function is not None and function.name is not None and call.index >= len(self._calls):
@@ -185,7 +185,7 @@ class VllmParser:
                 yield from self._calls[call.index].add(function.arguments)
 
     def _before_call(self, text: str, mark: str) -> str:
-        """What of the text is passed on; what a call may begin with is kept, with all that follows."""
+        """The text that is certainly before a call. The beginning of one is kept, with all that follows it."""
         text = self._text + text
         at = text.find(mark)
         if at < 0:
@@ -201,7 +201,7 @@ class VllmParser:
             )
             if reasoning:
                 self._reasoned = _share(reasoning, self._text, len(self._generated))
-                yield ReasoningDelta(unveil(reasoning))
+                yield ReasoningDelta(restore(reasoning))
             yield from self._whole(content, calls or ())
         else:
             # Apart from the last token, which may have come before anybody knew that it is the last. What parsers say
@@ -216,7 +216,7 @@ class VllmParser:
             if found is not None and found.tool_calls:
                 yield from self._whole(found.content, [call.function for call in found.tool_calls])
             else:
-                yield TextDelta(unveil(self._text))
+                yield TextDelta(restore(self._text))
         for call in self._calls:
             yield from call.rest()
         if self._calls and not is_cut:
@@ -224,7 +224,7 @@ class VllmParser:
 
     def _whole(self, content: str | None, calls: Iterable[FunctionCall]) -> Iterable[ReplyEvent]:
         if content:
-            yield TextDelta(unveil(content))
+            yield TextDelta(restore(content))
         for call in calls:
             yield from self._start(call.id, call.name)
             yield from self._calls[-1].add(call.arguments)
@@ -233,7 +233,7 @@ class VllmParser:
         if self._calls:
             yield from self._calls[-1].rest()
             yield from self._completed()
-        self._calls.append(_CallSoFar(len(self._calls), unveil(name)))
+        self._calls.append(_CallSoFar(len(self._calls), restore(name)))
         yield ToolCallStart(self._calls[-1].position, call_id or _tool_call_id(), self._calls[-1].name)
 
     def _completed(self) -> Iterable[ReplyEvent]:
@@ -253,16 +253,16 @@ class _CallSoFar:
         self.position = position
         self.name = name
         self.has_arguments = False
-        self._unveiler = Unveiler()
+        self._restorer = PartRestorer()
 
     def add(self, arguments: str) -> Iterable[ReplyEvent]:
         self.has_arguments = self.has_arguments or bool(arguments)
-        text = self._unveiler.feed(arguments)
+        text = self._restorer.feed(arguments)
         if text:
             yield ToolCallDelta(self.position, text)
 
     def rest(self) -> Iterable[ReplyEvent]:
-        text = self._unveiler.rest()
+        text = self._restorer.rest()
         if text:
             yield ToolCallDelta(self.position, text)
 

@@ -11,19 +11,15 @@ Flow: clear what an earlier attempt left -> make and reset the environment -> th
 from __future__ import annotations
 
 import math
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
-from gym_capture.errors import GymCaptureError
+from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Failed, Harness
 from gym_capture.rollouts.patience import Late, Patience, Raised, Value
-
-_LONGEST: Final = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +76,7 @@ class Attempts:
                 return Outcome(result, stage.note)
             case Raised(error):
                 retryable = error.retryable if isinstance(error, GymCaptureError) else True
-                return Outcome(Failed(stage.blamed, _described(error), retryable=retryable), stage.note)
+                return Outcome(Failed(stage.blamed, described(error), retryable=retryable), stage.note)
             case Late(still_runs):
                 detail = f"not over after {self.rollout_timeout_s:g} s"
                 if still_runs:
@@ -114,13 +110,6 @@ class Attempts:
             return
         match await self.patience.wait(environment.close, limit_s=self.close_timeout_s):
             case Raised(error):
-                stage.note = f"closing the environment failed: {_described(error)}"
+                stage.note = f"closing the environment failed: {described(error)}"
             case Late():
                 stage.note = f"the environment was not closed after {self.close_timeout_s:g} s"
-
-
-def _described(error: BaseException) -> str:
-    """What was raised, and where: it is often a bug in the user's own environment."""
-    frames = traceback.extract_tb(error.__traceback__)
-    where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:_LONGEST] + where

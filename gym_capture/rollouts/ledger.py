@@ -21,6 +21,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar
 
+from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
 
 _Row = TypeVar("_Row")
@@ -98,6 +99,7 @@ class Ledger:
                 self._check_job(job)
                 self._rows_file = self._open(ROWS_FILE)
                 self._failures_file = self._open(FAILURES_FILE)
+                sync_directory(directory)
             self.rows = {row.rollout_id: row for row in _read(directory / ROWS_FILE, RolloutRow)}
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
         except BaseException:
@@ -121,7 +123,7 @@ class Ledger:
         for rollout_id in rollout_ids:
             del self.rows[rollout_id]
         with _writable(self._directory, _KEPT):
-            _replace(self._directory / ROWS_FILE, b"".join(map(_line, self.rows.values())))
+            replace_file(self._directory / ROWS_FILE, b"".join(map(_line, self.rows.values())))
             self._opened.remove(self._rows_file)
             self._rows_file.close()
             self._rows_file = self._open(ROWS_FILE)
@@ -171,7 +173,7 @@ class Ledger:
         found = read_job(self._directory)
         if found is None:
             text = json.dumps(job, indent=2, sort_keys=True, default=str) + "\n"
-            _replace(self._directory / _JOB_FILE, text.encode())
+            replace_file(self._directory / _JOB_FILE, text.encode())
             return
         differing = differences(found, job)
         if differing:
@@ -256,21 +258,6 @@ def _writable(directory: Path, further: str = "") -> Iterator[None]:
         yield
     except OSError as error:
         raise ConfigError(f"a rollout job cannot be kept in {directory}: {error.strerror}{further}") from None
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """The file holds all of `content` or what it held before, whatever happens meanwhile."""
-    rewritten = path.with_name(f"{path.name}.new")
-    with rewritten.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    rewritten.replace(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _line(row: RolloutRow | FailureRow) -> bytes:

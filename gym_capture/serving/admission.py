@@ -1,7 +1,8 @@
 """How many calls a replica works on, how many wait, and who is refused.
 
 Invariant: a call runs only while it holds a place that was granted, places are granted in the order in which they were
-asked for, and a call is refused, before anything is done for it, only while as many wait as may.
+asked for, and a call is refused, before the engine or the state has anything to do with it, only while as many wait as
+may.
 
 Serve has such limits, too, but answers for itself: plain text, without the shape that a client's library reads. So
 Serve's limits stand far above these (`serving.app`), and these refuse.

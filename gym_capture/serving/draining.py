@@ -1,7 +1,7 @@
 """The end of a replica that Serve has asked to go.
 
-Invariant: a replica that goes ends its calls itself, in order, before Serve kills it: what a client gets is a reply or
-an error of its API, and every call is on record as what it was.
+Invariant: a replica that goes ends its calls itself, in order, before Serve kills it, provided that the state actors
+answer in time: what a client gets is a reply or an error of its API, and every call is on record as what it was.
 
 Flow: Serve asks (a scale-down, a new version of the graph) and sends nobody new -> calls run on, and the replica ends
 when they have -> those that are not over after `drain_s` are ended with an error that clients try again.

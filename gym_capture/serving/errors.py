@@ -1,12 +1,14 @@
 """The one boundary where errors are classified for clients.
 
-Invariant: every exception that can leave a call becomes an `ApiError` here, and nowhere else; what is not known to this
-package is a 500 whose details go to the log, not to the client.
+Invariant: whatever a client is told has gone wrong becomes an `ApiError` here, and nowhere else: what leaves a call,
+and a path that leads nowhere. What is not known to this package is a 500 whose details go to the log, not to the
+client.
 """
 
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 from gym_capture.dialects.base import ApiError
 from gym_capture.errors import (
@@ -27,6 +29,8 @@ from gym_capture.errors import (
 
 logger = logging.getLogger(__name__)
 
+_LONGEST_PATH: Final = 200
+
 
 def classify(error: Exception) -> ApiError:
     """What a client is told of `error`; server-side faults are logged, once, here."""
@@ -44,8 +48,9 @@ def classify(error: Exception) -> ApiError:
         case UnknownModelError():
             return ApiError(status=404, kind="unknown_model", message=error.message, param="model")
         case AuthenticationError():
-            kind = "permission" if error.forbidden else "authentication"
-            return ApiError(status=403 if error.forbidden else 401, kind=kind, message=error.message)
+            if error.forbidden:
+                return ApiError(status=403, kind="permission", message=error.message)
+            return ApiError(status=401, kind="authentication", message=error.message)
         case InvalidRequestError():
             return ApiError(status=400, kind="invalid_request", message=error.message, param=error.param)
         case RequestError():
@@ -68,3 +73,12 @@ def classify(error: Exception) -> ApiError:
         case _:
             logger.exception("unexpected error", exc_info=error)
             return ApiError(status=500, kind="internal", message="internal error; the server's log has the details")
+
+
+def no_route(status: int, method: str, path: str) -> ApiError:
+    """What a client is told whose request fits no route: `status` is 405 if the path takes another method."""
+    route = f"{method} {path[:_LONGEST_PATH]}"
+    if status == 404:
+        return ApiError(status=status, kind="not_found", message=f"no such route: {route}")
+    what = "this route takes another method" if status == 405 else "this server does not take such a request"
+    return ApiError(status=status, kind="invalid_request", message=f"{route}: {what}")

@@ -1,7 +1,8 @@
 """HTTP in front of a `CallService`: routes, tokens, streaming, disconnects, errors in the dialect's own shape.
 
-Invariant: a client gets either a whole reply, whose record is durable by then, or an error that cannot be mistaken for
-one. A client that goes away frees its engine slot.
+Invariant: a client gets either a whole reply, or an error that cannot be mistaken for one. By the time that a reply is
+whole its record is durable, or its rollout is incomplete for the want of it. A client that goes away frees its engine
+slot.
 
 The gateway runs inside the replica that holds the engine. A hop between the two costs a fifth of the throughput of a
 small model (docs/performance.md), and what it would buy - one rollout on one replica - the request router gives.
@@ -36,7 +37,7 @@ from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTime
 from gym_capture.record_rows import snapshot_json
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
-from gym_capture.serving.errors import classify
+from gym_capture.serving.errors import classify, no_route
 from gym_capture.serving.live import LiveCall, LiveCalls
 from gym_capture.serving.openapi import describe
 
@@ -143,15 +144,9 @@ def build_gateway(
             app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
 
     @app.exception_handler(HTTPException)
-    async def no_such_route(request: Request, error: HTTPException) -> Response:
-        is_there = error.status_code == 405
-        route = f"{request.method} {request.url.path[:200]}"
-        api_error = ApiError(
-            status=error.status_code,
-            kind="not_found" if error.status_code == 404 else "invalid_request",
-            message=f"{route}: this route takes another method" if is_there else f"no such route: {route}",
-        )
-        response = _error_response(_dialect_of(request.url.path), api_error)
+    async def to_no_route(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        response = _error_response(_dialect_of(path), no_route(error.status_code, request.method, path))
         response.headers.update(error.headers or {})
         return response
 

@@ -6,7 +6,7 @@ neither rollouts nor calls are one.
 Flow: a shard counts in plain numbers -> now and then it `publish`es them: the difference to the last time goes into
 counters, levels are set. Only the latency of puts is observed one by one.
 
-Prometheus sees each name with Ray's prefix, counters with a suffix: `exported_name`. docs/grafana/ has a dashboard.
+Prometheus sees each name with Ray's prefix, `ray_`, counters with the suffix `_total`. docs/grafana/ has a dashboard.
 """
 
 from __future__ import annotations
@@ -68,14 +68,6 @@ LABELLED: Final[Mapping[str, tuple[str, str]]] = {
 """Field of `ShardStats` -> its label, and what it counts."""
 
 PUT_LATENCY: Final = "put_latency_seconds"
-
-
-def exported_names() -> frozenset[str]:
-    """Every series that Prometheus gets."""
-    counters = {f"ray_{_PREFIX}{name}_total" for name in (*COUNTERS, *LABELLED)}
-    gauges = {f"ray_{_PREFIX}{name}" for name in GAUGES}
-    histogram = {f"ray_{_PREFIX}{PUT_LATENCY}_{part}" for part in ("bucket", "sum", "count")}
-    return frozenset(counters | gauges | histogram)
 
 
 class ShardMetrics:

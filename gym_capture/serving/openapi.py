@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gym_capture.dialects.base import Route
+from gym_capture.records import ROLLOUT_ID_PATTERN
 
 _FAILURES: Final = {
     "400": "The request is at fault: the message names the field.",
@@ -41,7 +42,7 @@ def describe(route: Route, *, in_rollout: bool) -> dict[str, Any]:
                 "required": True,
                 "schema": {
                     "type": "string",
-                    "pattern": "^[A-Za-z0-9_.-]{1,128}$",
+                    "pattern": f"^{ROLLOUT_ID_PATTERN}$",
                     "not": {"enum": [".", ".."]},
                 },
             }

@@ -14,7 +14,9 @@ from typing import Final
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-_ROLLOUT: Final = re.compile(rb"/ng-rollout/([A-Za-z0-9_.\-]{1,128})/")
+from gym_capture.records import ROLLOUT_ID_PATTERN
+
+_ROLLOUT: Final = re.compile(f"/ng-rollout/({ROLLOUT_ID_PATTERN})/".encode())
 
 
 class RolloutAffinityRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray ships no types

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Protocol
 
+from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.stores.frames import SEGMENT_HEADER_BYTES
 from gym_capture.stores.segments import (
@@ -32,7 +33,6 @@ from gym_capture.stores.segments import (
     make_directory,
     segment_numbers,
     segment_path,
-    sync_directory,
 )
 
 logger = logging.getLogger(__name__)
@@ -282,13 +282,7 @@ def read_generation(directory: Path) -> int:
 
 
 def write_generation(directory: Path, generation: int) -> None:
-    new = directory / f"{_GENERATION}.new"
-    with new.open("w") as file:
-        file.write(str(generation))
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(directory / _GENERATION)
-    sync_directory(directory)
+    replace_file(directory / _GENERATION, str(generation).encode())
 
 
 def _fill(peer: Receiver, directory: Path, generation: int) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple, Protocol, TypeVar
 
+from gym_capture.durable_files import sync_directory
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
 from gym_capture.regular_files import open_regular
 from gym_capture.stores.frames import (
@@ -106,15 +107,6 @@ def segment_numbers(directory: Path) -> list[int]:
     """The segments of a directory, oldest first."""
     # Not `glob`, which takes a directory that may not be read for an empty one.
     return sorted(int(found[1]) for found in map(_SEGMENT.fullmatch, os.listdir(directory)) if found is not None)
-
-
-def sync_directory(directory: Path) -> None:
-    """Makes the directory's list of files durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 def delete_segment(directory: Path, number: int) -> None:

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from gym_capture.auth import Keyring
 from gym_capture.builder import BuiltRollout, Trajectory, build
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
 from gym_capture.records import Continues, LogProbArray, Root, TokenEntry
@@ -65,10 +65,10 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
         },
     }
     with (
-        Household() as household,
+        ChildProcesses() as children,
         private_ray(cpus=4, namespace=NAMESPACE) as address,
         served_graph(
-            household, base=base, args=args, address=address, directory=directory, on_wait=lambda _: None
+            children, base=base, args=args, address=address, directory=directory, on_wait=lambda _: None
         ) as url,
     ):
         yield Graph(url=url, namespace=NAMESPACE)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import get_args
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.data.advantages import SCALES, Scale, group_advantages, token_advantages
+from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.groups import build_group
 from gym_capture.data.requests import Request
 from gym_capture.records import Snapshot
@@ -18,17 +19,12 @@ from tests.calls import ALL_CHAINS, call, snapshot
 ROLLOUTS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12
 )
+SCALES = get_args(Scale)
 
 
 def of(rollouts: list[tuple[str, float, bool]], scale: Scale) -> list[float]:
     groups, rewards, masked = zip(*rollouts, strict=True)
     return group_advantages(rewards, groups=groups, masked=masked, scale=scale).tolist()
-
-
-def test_TR_01_every_row_of_a_rollout_carries_its_advantage_on_its_own_sampled_ids() -> None:
-    masks = [[0, 0, 1, 1, 0], [0, 1, 0, 0, 0]]
-    found = [token_advantages(0.5, np.array(mask, dtype=np.bool_)).tolist() for mask in masks]
-    assert found == [[0, 0, 0.5, 0.5, 0], [0, 0.5, 0, 0, 0]]
 
 
 @pytest.mark.parametrize(("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071)])
@@ -81,7 +77,21 @@ def test_no_reward_is_too_large_to_be_compared(rewards: list[float], expected: l
         found = of([*(("g", reward, False) for reward in rewards), *beside], scale)
         assert np.isfinite(np.array(found, np.float32)).all()
         assert found[-2:] == of(beside, scale)
-        assert np.isfinite(token_advantages(found[0], np.ones(1, np.bool_))).all()
+
+
+@pytest.mark.parametrize(
+    ("reward", "reasons"),
+    [
+        *((reward, ()) for reward in (0.0, -1.5, 1e300)),
+        (None, ("missing_reward",)),
+        *((reward, ("non_finite_reward",)) for reward in (float("nan"), float("inf"), float("-inf"))),
+    ],
+)
+def test_what_is_no_problem_can_be_compared(reward: float | None, reasons: tuple[str, ...]) -> None:
+    assert reward_problems(reward) == reasons
+    if not reasons:
+        assert reward is not None
+        assert of([("g", reward, False)], "none") == [0.0]
 
 
 def test_a_group_that_is_all_masked_gives_zeros() -> None:

@@ -1,4 +1,4 @@
-"""When the household is left, nothing that was started is left."""
+"""When `ChildProcesses` is left, nothing that was started is left."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 
 # A process that starts another in a session of its own, says both process ids, and ignores what asks it to end.
 STUBBORN = """
@@ -24,22 +24,22 @@ print(os.getpid(), orphan.pid, flush=True)
 """
 STAY, LEAVE = "time.sleep(600)", "sys.exit(0)"
 
-# Runs in a process of its own, because whoever keeps a household adopts orphans for good.
+# Runs in a process of its own, because whoever uses `ChildProcesses` adopts orphans for good.
 PROGRAM = """
 import sys, time
 from pathlib import Path
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 log = Path(sys.argv[1])
-household = Household(grace_s=0.5, linger_s=0.1)
+children = ChildProcesses(grace_s=0.5, linger_s=0.1)
 try:
-    with household:
-        child = household.start([sys.executable, "-c", sys.argv[2]], log=log)
+    with children:
+        child = children.start([sys.executable, "-c", sys.argv[2]], log=log)
         while len(log.read_text().split()) < 2:
             time.sleep(0.01)
         print(log.read_text(), flush=True)
         {then}
 finally:
-    print("left over:", *household.leftovers, flush=True)
+    print("left over:", *children.leftovers, flush=True)
 """
 
 
@@ -53,7 +53,7 @@ def keep_house(tmp_path: Path, *, child: str, then: str) -> subprocess.Popen[str
 @pytest.mark.parametrize(
     ("then", "code"), [("pass", 0), ("raise SystemExit(3)", 3), ("child.stop()", 0)], ids=["end", "error", "stop"]
 )
-def test_children_and_orphans_end_with_the_household(tmp_path: Path, child: str, then: str, code: int) -> None:
+def test_children_and_orphans_end_with_the_context(tmp_path: Path, child: str, then: str, code: int) -> None:
     process = keep_house(tmp_path, child=child, then=then)
     output, errors = process.communicate(timeout=60)
     assert process.returncode == code, errors
@@ -82,10 +82,10 @@ def test_a_child_that_listens_ends_by_the_interrupt(tmp_path: Path) -> None:
         except KeyboardInterrupt:
             print("down", flush=True)
     """)
-    with Household() as household:
-        child = household.start([sys.executable, "-c", listening], log=tmp_path / "log")
+    with ChildProcesses() as children:
+        child = children.start([sys.executable, "-c", listening], log=tmp_path / "log")
         while child.log_tail() != "up":
             assert child.ended() is None
         child.stop()
         assert child.log_tail() == "up\ndown"
-    assert household.leftovers == ()
+    assert children.leftovers == ()

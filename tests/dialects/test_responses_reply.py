@@ -110,10 +110,6 @@ def kinds(events: list[dict[str, Any]]) -> list[str]:
     return [event["type"].removeprefix("response.") for event in events]
 
 
-def without_place(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{key: value for key, value in item.items() if key != "id"} for item in items]
-
-
 # --- whole replies -------------------------------------------------------------------------------------------------
 
 

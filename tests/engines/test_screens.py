@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.engines.screens import JsonFormat, JsonScreen, Unveiler, unveil
+from gym_capture.engines.screens import JsonFormat, JsonScreen, PartRestorer, restore
 from gym_capture.engines.steps import Piece
 
 FORM = JsonFormat(re.compile(r"<call>\s*\Z"))
@@ -20,12 +20,12 @@ def seen(*texts: str, form: JsonFormat = FORM) -> str:
     return "".join(piece.text for piece in [*pieces, *screen.rest()])
 
 
-def test_ST_13_strings_are_veiled_and_nothing_else() -> None:
+def test_ST_13_markup_in_strings_is_replaced_and_nothing_else() -> None:
     text = 'x<y {"a": "<b>"} <call>{"name": "f<", "arguments": {"k": ["]</call>\\"<", 1]}}</call> "<"'
-    veiled = seen(*text)
-    assert unveil(veiled) == text
-    assert veiled.count("<") == 5  # x<y, <b>, <call>, </call> and the last one
-    assert len(veiled) == len(text)
+    shown = seen(*text)
+    assert restore(shown) == text
+    assert shown.count("<") == 5  # x<y, <b>, <call>, </call> and the last one
+    assert len(shown) == len(text)
 
 
 def test_a_token_of_markup_in_a_string_is_no_token_of_markup() -> None:
@@ -55,13 +55,13 @@ def test_no_text_is_lost_or_made_up(text: str, at_once: bool) -> None:
     parts = [text] if at_once else list(text)
     pieces = [piece for part in parts for piece in screen.feed(Piece([1], part))]
     pieces += screen.rest()
-    assert unveil("".join(piece.text for piece in pieces)) == text
+    assert restore("".join(piece.text for piece in pieces)) == text
 
 
 def test_a_call_is_put_in_order_and_what_is_around_it_stays() -> None:
     text = 'a <call>{"arguments": {"name": "no", "k": "</call>"}, "id": 1, "name": "f"}</call> b'
     ordered = 'a <call>{"name": "f", "id": 1, "arguments": {"name": "no", "k": "</call>"}}</call> b'
-    assert unveil(seen(*text)) == unveil(seen(text)) == ordered
+    assert restore(seen(*text)) == restore(seen(text)) == ordered
 
 
 def test_a_call_that_was_cut_before_its_name_is_none() -> None:
@@ -90,19 +90,19 @@ def test_a_call_for_a_parser_of_lines_is_in_one() -> None:
     assert seen(*text, form=form) == '<call>\n{ "a": "b\\n",  "c": [ 1]}\n</call>'
 
 
-def test_noncharacters_of_a_model_are_no_veil() -> None:
-    assert unveil(seen('<call>{"name": "\ufdd0"}')) == '<call>{"name": "\ufffd"}'
+def test_noncharacters_of_a_model_are_no_stand_ins() -> None:
+    assert restore(seen('<call>{"name": "\ufdd0"}')) == '<call>{"name": "\ufffd"}'
 
 
-def test_a_veiled_character_that_comes_as_a_cut_escape_is_unveiled() -> None:
-    unveiler = Unveiler()
-    parts = [unveiler.feed(char) for char in "a\\ufdd0b\\n\\u00e9\\"]
-    assert "".join(parts) + unveiler.rest() == "a<b\\n\\u00e9\\"
+def test_a_stand_in_that_comes_as_a_cut_escape_is_restored() -> None:
+    restorer = PartRestorer()
+    parts = [restorer.feed(char) for char in "a\\ufdd0b\\n\\u00e9\\"]
+    assert "".join(parts) + restorer.rest() == "a<b\\n\\u00e9\\"
 
 
-def test_a_backslash_before_what_looks_like_a_veil_stays_a_backslash() -> None:
+def test_a_backslash_before_what_looks_like_a_stand_in_stays_a_backslash() -> None:
     text = '"\\\\ufdd0 \\\\\\\\ufdd1"'
     for parts in ([text], text):
-        unveiler = Unveiler()
-        assert "".join(unveiler.feed(part) for part in parts) + unveiler.rest() == text
-    assert unveil("is \\ufdd0 a character?") == "is \\ufdd0 a character?"
+        restorer = PartRestorer()
+        assert "".join(restorer.feed(part) for part in parts) + restorer.rest() == text
+    assert restore("is \\ufdd0 a character?") == "is \\ufdd0 a character?"

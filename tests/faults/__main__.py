@@ -21,7 +21,7 @@ from typing import Final, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from tests.faults.agents import Ledger
 from tests.faults.cluster import Cluster, make_home, scripted
 from tests.faults.killer import Victim, plan
@@ -64,10 +64,10 @@ def _options(argv: list[str] | None) -> argparse.Namespace:
 
 def _run(home: Path, options: argparse.Namespace, err: Console) -> Report:
     victims = plan(options.kills, options.seed)
-    with Household() as household, _Watch(err, len(victims)) as watch:
+    with ChildProcesses() as children, _Watch(err, len(victims)) as watch:
         running_dir = home / "running"
         running_dir.mkdir()
-        cluster = Cluster(household, home, args=scripted(token_s=_TOKEN_S, running_dir=str(running_dir)))
+        cluster = Cluster(children, home, args=scripted(token_s=_TOKEN_S, running_dir=str(running_dir)))
 
         async def run() -> Report:
             await cluster.start()
@@ -87,8 +87,8 @@ def _run(home: Path, options: argparse.Namespace, err: Console) -> Report:
             cluster.stop()
         finally:
             cluster.kill()  # whatever a stop, or an error, has left
-    if household.leftovers:
-        report.wrong.append(f"outlived the run: {', '.join(household.leftovers)}")
+    if children.leftovers:
+        report.wrong.append(f"outlived the run: {', '.join(children.leftovers)}")
     return report
 
 

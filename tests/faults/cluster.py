@@ -29,13 +29,13 @@ import psutil
 import yaml
 
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Child, Household
+from gym_capture.demo.processes import Child, ChildProcesses
 from gym_capture.models import tiny_dir
-from tests.faults import engine
 
 REPLICAS: Final = 2
 SHARDS: Final = 2
 NAMESPACE: Final = "faults"
+_ENGINE: Final = "tests.faults.engine:start"  # by name: the process that serves the graph need not import torch
 _CPU_DEMO: Final = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 _READY_WITHIN_S: Final = 300.0
 _ENDS_WITHIN_S: Final = 30.0
@@ -49,7 +49,7 @@ def make_home() -> Path:
 def scripted(**engine_args: Any) -> dict[str, Any]:
     """The arguments of a graph of scripted engines."""
     return {
-        "engine": engine.IMPORT_PATH,
+        "engine": _ENGINE,
         "engine_args": engine_args,
         "ray_actor_options": {"num_cpus": 1},
     }
@@ -73,11 +73,11 @@ def _answers(url: str) -> bool:
 
 
 class Cluster:
-    """One cluster after the other on the same logs. The household must be left for the last one to end."""
+    """One cluster after the other on the same logs. `children` must be left for the last one to end."""
 
     def __init__(
         self,
-        household: Household,
+        children: ChildProcesses,
         home: Path,
         *,
         args: Mapping[str, Any],
@@ -90,7 +90,7 @@ class Cluster:
         self.home = home
         self.url = ""
         """Where the graph is served now; every cluster has ports of its own."""
-        self._household = household
+        self._children = children
         self._child: Child | None = None
         self._not_mine = frozenset(psutil.Process().children())
         (home / "args.json").write_text(json.dumps(args))
@@ -106,7 +106,7 @@ class Cluster:
         """Returns once the graph answers."""
         ready = self.home / "url"
         ready.unlink(missing_ok=True)
-        self._child = self._household.start(
+        self._child = self._children.start(
             [sys.executable, "-m", "tests.faults.cluster", str(self.home)], log=self.home / "cluster.log"
         )
         async with asyncio.timeout(_READY_WITHIN_S):
@@ -185,10 +185,10 @@ def serve_until_told(home: Path) -> None:
     ha_proxy: bool = json.loads((home / "ha_proxy.json").read_text())
     base = yaml.safe_load(_CPU_DEMO.read_text(encoding="utf-8"))
     with (
-        Household() as household,
+        ChildProcesses() as children,
         private_ray(cpus=2 * REPLICAS, namespace=NAMESPACE, ha_proxy=ha_proxy) as address,
         served_graph(
-            household,
+            children,
             base=base,
             args=args,
             options=json.loads((home / "options.json").read_text()),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
 from tests.faults.cluster import Cluster, make_home, scripted
@@ -45,13 +45,13 @@ def vllm_cluster() -> Iterator[Cluster]:
 @contextmanager
 def serving(args: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Iterator[Cluster]:
     home = make_home()
-    with Household() as household:
-        cluster = Cluster(household, home, args=args, options=options)
+    with ChildProcesses() as children:
+        cluster = Cluster(children, home, args=args, options=options)
         try:
             asyncio.run(cluster.start())
             yield cluster
             cluster.stop()
         finally:
             cluster.kill()
-    assert household.leftovers == ()
+    assert children.leftovers == ()
     shutil.rmtree(home)

@@ -30,7 +30,6 @@ from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, Ste
 from gym_capture.records import IdArray
 from gym_capture.template import ChatTemplate
 
-IMPORT_PATH: Final = "tests.faults.engine:start"
 _STOP: Final = "<|im_end|>"
 _WORDS: Final = (
     "amber",

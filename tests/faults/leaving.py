@@ -33,7 +33,7 @@ import httpx2
 import openai
 import psutil
 
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from tests.faults.apis import APIS, Api, Completions
 from tests.faults.audit import read
 from tests.faults.cluster import Cluster, make_home, replica_urls, scripted
@@ -295,9 +295,9 @@ def main(argv: list[str] | None = None) -> int:
         home = make_home()
         running_dir = home / "running"
         running_dir.mkdir()
-        with Household() as household:
+        with ChildProcesses() as children:
             args = scripted(token_s=_TOKEN_S, running_dir=str(running_dir))
-            cluster = Cluster(household, home, args=args, ha_proxy=ha_proxy)
+            cluster = Cluster(children, home, args=args, ha_proxy=ha_proxy)
             try:
                 went_well = asyncio.run(_over(cluster, running_dir, options.rounds, ha_proxy=ha_proxy))
                 cluster.stop()

@@ -18,7 +18,7 @@ from typing import Final
 
 import httpx
 
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.records import Snapshot
 from tests.faults.apis import APIS, Api, NotWholeError
 from tests.faults.audit import read
@@ -147,8 +147,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--streams", type=int, default=16, help="how many there are at a time")
     options = parser.parse_args(argv)
     home = make_home()
-    with Household() as household:
-        cluster = Cluster(household, home, args=scripted(token_s=TOKEN_S))
+    with ChildProcesses() as children:
+        cluster = Cluster(children, home, args=scripted(token_s=TOKEN_S))
         try:
             asyncio.run(cluster.start())
             wrong = asyncio.run(scale(cluster, seconds=options.seconds, count=options.streams))

@@ -116,9 +116,10 @@ def test_SF_03_replicas_go_when_streams_have_gone_refused_ones_too(cluster: Clus
         limits = {"user_config": {"running_calls": 4, "waiting_calls": 2, "drain_s": 20}}
         await cluster.redeploy(options=limits)
         await crowds(cluster, "before-20", until_refused=True)
+        both = await settled(cluster, count=2)
         async with streaming(cluster.url, "of-20", count=20, seconds=8) as streams:
             await cluster.redeploy(options={"num_replicas": "auto", "autoscaling_config": autoscaling})
-            assert len(replicas(cluster)) == 2
+            assert replicas(cluster) >= both  # neither has gone, whatever else a busy machine still starts or ends
         refused = [stream for stream in streams if stream.error is not None]
         assert refused
         assert recorded_otherwise(cluster, [stream for stream in streams if stream not in refused], "stop") == []

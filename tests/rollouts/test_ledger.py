@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -113,3 +114,17 @@ def test_one_directory_has_one_writer(tmp_path: Path) -> None:
         Ledger(tmp_path, JOB)
     with Ledger(tmp_path, JOB):
         pass
+
+
+def test_a_job_s_files_are_listed_on_disk_before_it_plays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed: list[set[str]] = []
+    sync = os.fsync
+
+    def watched(fd: int) -> None:
+        sync(fd)
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            listed.append(set(os.listdir(fd)))
+
+    monkeypatch.setattr(os, "fsync", watched)
+    with Ledger(tmp_path / "job", JOB):
+        assert listed[-1] == {"job.json", "rollouts.jsonl", "failures.jsonl", "lock"}

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from gym_capture.demo.graph import private_ray, served_graph
-from gym_capture.demo.processes import Household
+from gym_capture.demo.processes import ChildProcesses
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
 from tests.serving.graph import Graph
@@ -18,20 +18,15 @@ CPU_DEMO = Path(__file__).parents[2] / "serve_configs" / "cpu_demo.yaml"
 NAMESPACE = "end-to-end"
 
 
-def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Tests of the served graph come last: a process drives one Ray cluster at a time, and the graph's stays."""
-    items.sort(key=lambda item: "graph" in item.fixturenames)
-
-
 @pytest.fixture(scope="session")
 def template() -> HfChatTemplate:
     """A real tokenizer with the project's own chat template."""
     return HfChatTemplate.from_model_dir(tiny_dir())
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
-    """The graph as a user serves it, with a random small model: one for the session, it takes half a minute."""
+    """The graph as a user serves it, with a random small model: one for all tests, it takes half a minute."""
     directory = tmp_path_factory.mktemp("graph")
     base = yaml.safe_load(CPU_DEMO.read_text(encoding="utf-8"))
     args = {
@@ -41,10 +36,10 @@ def graph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Graph]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_worker_niceness", "0")
         with (
-            Household() as household,
+            ChildProcesses() as children,
             private_ray(cpus=4, namespace=NAMESPACE) as address,
             served_graph(
-                household,
+                children,
                 base=base,
                 args=args,
                 address=address,

@@ -12,6 +12,7 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from gym_capture.engines.base import Engine
 from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step, in_order, saying
 from gym_capture.errors import StoreError
 from gym_capture.fingerprint import Fingerprinter
@@ -148,12 +149,13 @@ class Replica:
         stream_interval_s: float = 0.0,
         running_calls: int = 256,
         waiting_calls: int = 1024,
+        engine: Engine | None = None,
         **gateway: Any,
     ) -> None:
         self.state = LocalState()
         self.engine = ScriptedEngine(template, scripter, max_model_len=max_model_len, longest_token=longest_token)
         self.service = CallService(
-            self.engine,
+            self.engine if engine is None else engine,
             state=self.state if capture else None,
             fingerprinter=Fingerprinter(),
             prefix_supply=prefix_supply,

@@ -12,11 +12,12 @@ import pytest
 
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
 from gym_capture.records import Continues, Root, TokenEntry
-from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, exported_names
+from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
+from tests.serving.exported import exported_names
 from tests.serving.shards import client
 from tests.serving.test_state import intent, play
 

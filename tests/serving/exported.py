@@ -1,0 +1,15 @@
+"""The names under which Prometheus gets what `serving.metrics` counts."""
+
+from __future__ import annotations
+
+from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, PUT_LATENCY
+
+_PREFIX = "ray_gym_capture_"
+
+
+def exported_names() -> frozenset[str]:
+    """Every series."""
+    counters = {f"{_PREFIX}{name}_total" for name in (*COUNTERS, *LABELLED)}
+    gauges = {f"{_PREFIX}{name}" for name in GAUGES}
+    histogram = {f"{_PREFIX}{PUT_LATENCY}_{part}" for part in ("bucket", "sum", "count")}
+    return frozenset(counters | gauges | histogram)
