@@ -36,6 +36,7 @@ import ray
 
 from benchmarks.store import FileStore, put_all
 from gym_capture.demo.graph import private_ray
+from gym_capture.operations import Begin, Commit
 from gym_capture.protocols import Resolved
 from gym_capture.records import CallIntent, Continues, IdArray, Parent, Root, TokenEntry
 from gym_capture.serving.state import StateClient, connect, start_shards
@@ -134,7 +135,7 @@ async def putter(state: StateClient) -> Callable[[TokenEntry], Awaitable[None]]:
     epochs = {f"r{index}": await _first_call(state, f"r{index}") for index in range(CONCURRENT)}
 
     async def put(entry: TokenEntry) -> None:
-        await state.put(entry, epoch=epochs[entry.rollout_id])
+        await state.write(Commit(entry, epoch=epochs[entry.rollout_id]))
 
     return put
 
@@ -177,7 +178,7 @@ async def _alone(directory: Path) -> bool:
         syncs_s.append(time.perf_counter() - began)
         entry = _next("r0", str(index))
         began = time.perf_counter()
-        await state.put(entry, epoch=epoch)
+        await state.write(Commit(entry, epoch=epoch))
         puts_s.append(time.perf_counter() - began)
     os.close(descriptor)
     bare_s = median(round_trips_s) + median(syncs_s)
@@ -261,7 +262,7 @@ async def _play(state: StateClient, name: str, turn: int, history: IdArray, keys
         assert np.array_equal(begun.resolution.cumulative_ids, history)
     parent: Parent = Continues(_call_id(str(turn - 1)), int(history.size)) if turn else Root()
     entry = _call(name, str(turn), history, parent, new=300 if turn else 1_000)
-    await state.put(entry, epoch=begun.epoch)
+    await begun.sink.put(entry)
     return entry.cumulative_ids()
 
 
@@ -275,8 +276,8 @@ _TEXT = "some words " * 70
 
 async def _first_call(state: StateClient, name: str) -> int:
     """The first call of a rollout, of 2,000 ids. Returns the rollout's epoch."""
-    epoch = await state.begin_call(_intent(name, "root"))
-    await state.put(_call(name, "root", _NOTHING, Root(), new=2_000), epoch=epoch)
+    epoch = await state.write(Begin(_intent(name, "root")))
+    await state.write(Commit(_call(name, "root", _NOTHING, Root(), new=2_000), epoch=epoch))
     return epoch
 
 

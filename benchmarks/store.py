@@ -28,7 +28,7 @@ from statistics import median
 import numpy as np
 
 from gym_capture.codec import decode_entry, encode_delta, encode_entry
-from gym_capture.protocols import EncodedPut
+from gym_capture.operations import Begin, Commit
 from gym_capture.records import CallIntent, Continues, TokenEntry, WeightSpan
 from gym_capture.stores.log import LogStore
 
@@ -115,7 +115,7 @@ class FileStore:
 async def _puts(directory: Path) -> bool:
     file_store = FileStore(directory / "files")
     log_store = await LogStore.open(directory / "log")
-    epochs = {f"r{index}": await log_store.begin_call(_intent(index, 0)) for index in range(CONCURRENT)}
+    epochs = {f"r{index}": await log_store.write(Begin(_intent(index, 0))) for index in range(CONCURRENT)}
     threads = ThreadPoolExecutor(CONCURRENT)
 
     async def put_in_file(entry: TokenEntry) -> None:
@@ -125,7 +125,7 @@ async def _puts(directory: Path) -> bool:
         await asyncio.get_running_loop().run_in_executor(threads, file_store.put, entry)
 
     async def put_in_log(entry: TokenEntry) -> None:
-        await log_store.put(entry, epoch=epochs[entry.rollout_id])
+        await log_store.write(Commit(entry, epoch=epochs[entry.rollout_id]))
 
     file_rates, thread_rates, log_rates, latencies_s = [], [], [], []
     for index in range(ROUNDS):
@@ -200,10 +200,10 @@ async def put_all(
 async def _opening(directory: Path) -> bool:
     store = await LogStore.open(directory, fsync=False)
     for rollout in range(ROLLOUTS):
-        epoch = await store.begin_call(_intent(rollout, 0))
-        await asyncio.gather(*(store.begin_call(_intent(rollout, call)) for call in range(1, CALLS)))
+        epoch = await store.write(Begin(_intent(rollout, 0)))
+        await asyncio.gather(*(store.write(Begin(_intent(rollout, call))) for call in range(1, CALLS)))
         entries = [_call(rollout, call) for call in range(CALLS)]
-        await store.put_many([EncodedPut(entry, encode_delta(entry), epoch) for entry in entries])
+        await store.write_many([Commit(entry, epoch=epoch, encoded=encode_delta(entry)) for entry in entries])
     log_bytes = store.stats().total_bytes
     await store.close()
 

@@ -118,7 +118,7 @@ class LineageIndex:
         return parent in rollout.continued or rollout.has_unproven
 
     def mark_delivery(self, rollout_id: str, call_id: str, *, delivered: bool) -> None:
-        """Adds what became known of a call's reply (`TokenSink.mark_delivered`). Unknown calls are fine."""
+        """Adds what became known of a call's reply (`operations.MarkDelivery`). Unknown calls are fine."""
         rollout = self._rollouts.get(rollout_id)
         call = rollout.calls.get(call_id) if rollout is not None else None
         if call is not None:

@@ -1,9 +1,9 @@
 """The seams of the state: where records are written, read and looked up.
 
-Invariant: `put` returns only when the record is durable (as far as the implementation promises) *and* a `resolve`
-that starts afterwards, anywhere, sees it. Every write carries the epoch that `begin_call` gave: dropping or clearing
-a rollout starts a new epoch, so a late writer of an old attempt gets `RetiredRolloutError` instead of polluting a
-newer one.
+Invariant: a `Commit` is acknowledged only when the record is durable (as far as the implementation promises) *and* a
+`resolve` that starts afterwards, anywhere, sees it. Every write carries the epoch that `Begin` gave: dropping or
+clearing a rollout starts a new epoch, so a late writer of an old attempt gets `RetiredRolloutError` instead of
+polluting a newer one.
 
 Methods are coroutines; all raise `StoreUnavailableError` when they cannot answer now (safe to repeat: each is
 idempotent for equal arguments). `gym_capture.conformance` puts any implementation through the same suite.
@@ -13,59 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
-from gym_capture.records import CallIntent, IdArray, Root, Snapshot, TokenEntry, Unresolved
-
-
-class TokenSink(Protocol):
-    """Where records are written through. One sink may serve many rollouts."""
-
-    async def begin_call(self, intent: CallIntent) -> int:
-        """Makes the intent of a call durable; returns the rollout's epoch, which the call's later writes carry.
-
-        Repeating an intent is a no-op that returns the same epoch. Raises `RetiredRolloutError` for a rollout that was
-        dropped and not cleared since: its agent may still be running.
-        """
-        ...
-
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        """Makes the record of a call durable and closes its intent. The entry may be a delta.
-
-        The same call with the same content again is a no-op. Raises `ConflictingCallError` for other content (the
-        first stays, the rollout becomes incomplete), `RetiredRolloutError` for an old epoch.
-        """
-        ...
-
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        """Closes an intent that generated nothing and was refused to the client (e.g. too long): no record."""
-        ...
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
-        """Records that the capture of this rollout is not complete. `reason` is a name, then optionally `:detail`."""
-        ...
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        """Records that the end of the call's reply was handed to its client's connection.
-
-        `TokenEntry.delivered` says so in snapshots from now on. Silence proves nothing (None).
-        """
-        ...
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        """Records that it could not be. If both is said of a call, it was not delivered."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class EncodedPut(NamedTuple):
-    """A `put` that reaches a store in the bytes in which its record travelled."""
-
-    entry: TokenEntry
-    data: bytes
-    """What `entry` was decoded from: its delta, as `codec.encode_delta` makes it."""
-    epoch: int
+from gym_capture.operations import Operation
+from gym_capture.records import IdArray, Root, Snapshot, Unresolved
 
 
 class TokenSource(Protocol):
@@ -79,22 +30,24 @@ class TokenSource(Protocol):
         """
         ...
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        """Retires exactly the snapshot that was consumed and leaves a tombstone. Repeating it is a no-op.
-
-        Raises `StaleSnapshotError` if the rollout has changed since.
-        """
-        ...
-
-    async def clear(self, rollout_id: str) -> None:
-        """Forgets whatever an earlier attempt left, before the same rollout id is dispatched again."""
-        ...
-
     async def rollout_ids(self) -> Sequence[str]:
         """The live rollouts, sorted."""
         ...
 
     async def close(self) -> None: ...
+
+
+class RecordStore(TokenSource, Protocol):
+    """What every store is: records written through it are read back through it, also after a restart."""
+
+    async def write(self, operation: Operation) -> int:
+        """Makes what is said of a rollout durable (`operations` says what there is to say, and what is refused).
+
+        Returns the epoch that writes of this rollout carry from now on, as its calls' `Begin` gives it; 0 if nothing is
+        known of the rollout. The same operation again is a no-op with the same answer. Raises `RetiredRolloutError` for
+        an old epoch, `RecordError` for what is not well-formed.
+        """
+        ...
 
 
 @dataclass(frozen=True, slots=True)

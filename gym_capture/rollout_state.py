@@ -4,73 +4,115 @@ Invariant: the state is a set of facts of one epoch, and facts are only ever add
 any order, any number of times, gives the same state - which is what lets a log be replayed, compacted and merged
 without an order to defend. The version is the number of facts. Starting a new epoch forgets all facts of the last.
 
-Flow: an operation asks the state to *decide* (`begin`, `put`, ...; nothing changes) -> the store makes the decided
-event durable -> `apply` adds it -> `freeze` reads. A store therefore never shows what it could still lose, and a
-failed write needs no undo.
+Flow: an operation (`operations`) is *decided* (`decide`; nothing changes) -> the store makes the decided event durable
+-> `apply` adds it -> `freeze` reads. A store therefore never shows what it could still lose, and a failed write needs
+no undo.
 
 Epochs. A store gives each attempt at a rollout an epoch from a counter that never repeats in that store. Every
-write carries the epoch it was begun under. `drop` and `clear` retire an epoch: its writers get
+write carries the epoch it was begun under. `Drop` and `Clear` retire an epoch: its writers get
 `RetiredRolloutError`, also when the store has long forgotten the rollout, because no later attempt gets that number
-again. A dropped rollout refuses new calls too - its agent may still be running - until `clear` opens it for the
+again. A dropped rollout refuses new calls too - its agent may still be running - until `Clear` opens it for the
 next attempt.
 
-A `put` whose intent is unknown but whose epoch is current is accepted. The record is complete by itself, and the
+A `Commit` whose intent is unknown but whose epoch is current is accepted. The record is complete by itself, and the
 intent may be lost (an earlier process died before it was acknowledged) or never made (an importer).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Set
+from collections.abc import Hashable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Final, NamedTuple, TypeAlias
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
 from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
+from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
-from gym_capture.records import CallIntent, LostCall, RecordProblem, delivered_by
+from gym_capture.records import CallIntent, LostCall, RecordProblem, Snapshot, delivered_by
 
 # --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
+#
+# All but `Retired` are facts. A fact says which `kind` it is of and has a `key`: two of one kind and key are the same
+# fact. `value` is what the state keeps of it beside that.
 
 
 @dataclass(frozen=True, slots=True)
 class Begun:
     """A call is about to generate."""
 
+    kind: ClassVar = "begun"
     epoch: int
     intent: CallIntent
+
+    @property
+    def key(self) -> str:
+        return self.intent.model_call_id
+
+    @property
+    def value(self) -> bytes:
+        """What the call is for (`_purpose`)."""
+        return _purpose(self.intent)
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A call has a record. The record itself is kept by the store, beside the state."""
 
+    kind: ClassVar = "committed"
     epoch: int
     call_id: str
     payload_digest: bytes
+
+    @property
+    def key(self) -> str:
+        return self.call_id
+
+    @property
+    def value(self) -> bytes:
+        return self.payload_digest
 
 
 @dataclass(frozen=True, slots=True)
 class Abandoned:
     """A call was refused before it generated."""
 
+    kind: ClassVar = "abandoned"
+    value: ClassVar = b""
     epoch: int
     call_id: str
+
+    @property
+    def key(self) -> str:
+        return self.call_id
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedIncomplete:
     """The capture of the rollout lacks something."""
 
+    kind: ClassVar = "marked"
+    value: ClassVar = b""
     epoch: int
     reason: str
+
+    @property
+    def key(self) -> str:
+        return self.reason
 
 
 @dataclass(frozen=True, slots=True)
 class ProblemFound:
     """Something masks the rollout."""
 
+    kind: ClassVar = "problem"
+    value: ClassVar = b""
     epoch: int
     problem: RecordProblem
+
+    @property
+    def key(self) -> RecordProblem:
+        return self.problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +122,18 @@ class DeliveryKnown:
     Learned after the call is recorded; of most calls, never.
     """
 
+    value: ClassVar = b""
     epoch: int
     call_id: str
     delivered: bool
+
+    @property
+    def kind(self) -> str:
+        return "delivered" if self.delivered else "undelivered"
+
+    @property
+    def key(self) -> str:
+        return self.call_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +155,12 @@ class Retired:
         return self.consumed_epoch is not None
 
 
-Event: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown | Retired
+Fact: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown
+Event: TypeAlias = Fact | Retired
+
+_ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "marked", "problem", "delivered", "undelivered")
+"""Kinds of facts, in the order in which snapshot ids hash them. One not listed counts only where there are any."""
+_NONE: Final[Mapping[Any, bytes]] = MappingProxyType({})
 
 
 class Decision(NamedTuple):
@@ -112,21 +168,26 @@ class Decision(NamedTuple):
 
     event: Event | None = None
     error: StoreError | None = None
+    epoch: int = 0
+    """What the rollout's writes carry once the event is durable; 0: nothing is known of it."""
 
 
-_NOTHING: Final = Decision()
+class Retirement(NamedTuple):
+    """How a rollout would be retired now."""
+
+    next_epoch: int
+    now: float
+    """Unix seconds."""
+    keeps_records: bool
 
 
-class FrozenFacts(NamedTuple):
-    """A rollout at one version, without its entries."""
+class Frozen(NamedTuple):
+    """A rollout at one version, beside its entries."""
 
-    snapshot_id: str
-    version: int
-    incomplete: tuple[str, ...]
-    problems: tuple[RecordProblem, ...]
+    snapshot: Snapshot
+    """Without entries."""
     delivery: Mapping[str, bool]
     """Whether the reply of a call was delivered whole, of those calls of which that is known."""
-    lost_calls: tuple[LostCall, ...]
 
 
 # --- the state ---------------------------------------------------------------------------------------------------
@@ -139,94 +200,96 @@ class RolloutState:
     rollout_id: str
     epoch: int
     """Writes that carry another epoch are refused."""
-    begun: dict[str, bytes] = field(default_factory=dict)
-    """What each call is for (`_purpose`)."""
-    committed: dict[str, bytes] = field(default_factory=dict)
-    """Payload digest of each recorded call."""
-    abandoned: set[str] = field(default_factory=set)
-    incomplete: set[str] = field(default_factory=set)
-    problems: set[RecordProblem] = field(default_factory=set)
-    delivered: set[str] = field(default_factory=set)
-    undelivered: set[str] = field(default_factory=set)
+    facts: dict[str, dict[Hashable, bytes]] = field(default_factory=dict)
+    """By kind and key, the value. A kind is there only if there is a fact of it."""
     retired: Retired | None = None
     """How the epoch before this one ended, if this store still knows."""
+
+    def of(self, kind: str) -> Mapping[Any, bytes]:
+        """The facts of one kind."""
+        return self.facts.get(kind, _NONE)
 
     @property
     def version(self) -> int:
         """Number of facts; 0 for a rollout of which nothing is recorded."""
-        return sum(map(len, self._facts()))
+        return sum(map(len, self.facts.values()))
 
     @property
     def is_live(self) -> bool:
-        return any(self._facts())
+        return bool(self.facts)
 
     # deciding: nothing changes
 
-    def begin(self, intent: CallIntent) -> Decision:
-        if self.retired is not None and self.retired.refuses_calls:
-            return self._refused(intent.model_call_id)
-        if intent.model_call_id in self.begun:
-            return _NOTHING
-        return Decision(Begun(self.epoch, intent))
+    def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
+        """What a checked operation comes to. `payload_digest`: of the record of a `Commit`."""
+        match operation:
+            case Begin(intent):
+                is_closed = self.retired is not None and self.retired.refuses_calls
+                return self._refused(intent.model_call_id) if is_closed else self._new(Begun(self.epoch, intent))
+            case Drop(_, snapshot_id, version):
+                return self._drop(snapshot_id, version, retirement)
+            case Clear():
+                return self._clear(retirement)
+            case _ if operation.epoch != self.epoch:
+                return self._refused(operation.call_id)
+            case Commit():
+                return self._commit(Committed(self.epoch, operation.call_id, payload_digest))
+            case Abandon(_, call_id):
+                return self._new(Abandoned(self.epoch, call_id))
+            case MarkIncomplete(_, reason):
+                return self._new(MarkedIncomplete(self.epoch, reason))
+            case MarkDelivery(_, call_id):
+                return self._new(DeliveryKnown(self.epoch, call_id, operation.delivered))
 
-    def put(self, call_id: str, payload_digest: bytes, *, epoch: int) -> Decision:
-        if epoch != self.epoch:
-            return self._refused(call_id)
-        known = self.committed.get(call_id)
-        if known is None:
-            return Decision(Committed(epoch, call_id, payload_digest))
-        if known == payload_digest:
-            return _NOTHING
+    def _commit(self, event: Committed) -> Decision:
+        known = self.of(event.kind).get(event.call_id)
+        if known is None or known == event.payload_digest:
+            return self._new(event)
         problem = RecordProblem(
             reason=ProblemReason.CONFLICTING_CALL_ID,
-            call_id=call_id,
+            call_id=event.call_id,
             field=None,
             detail="the call was recorded twice with different content; the first record stays",
         )
         error = ConflictingCallError(
             "this call is already recorded with other content; the first record stays and the rollout is masked",
             rollout_id=self.rollout_id,
-            call_id=call_id,
+            call_id=event.call_id,
         )
-        return Decision(self._problem(problem).event, error)
+        return self._new(ProblemFound(self.epoch, problem))._replace(error=error)
 
-    def abandon(self, call_id: str, *, epoch: int) -> Decision:
-        if epoch != self.epoch:
-            return self._refused(call_id)
-        return _NOTHING if call_id in self.abandoned else Decision(Abandoned(epoch, call_id))
-
-    def mark_incomplete(self, reason: str, *, epoch: int) -> Decision:
-        if epoch != self.epoch:
-            return self._refused(None)
-        return _NOTHING if reason in self.incomplete else Decision(MarkedIncomplete(epoch, reason))
-
-    def mark_delivery(self, call_id: str, delivered: bool, *, epoch: int) -> Decision:
-        if epoch != self.epoch:
-            return self._refused(call_id)
-        known = self.delivered if delivered else self.undelivered
-        return _NOTHING if call_id in known else Decision(DeliveryKnown(epoch, call_id, delivered))
-
-    def drop(self, snapshot_id: str, version: int, *, next_epoch: int, now: float, keep: bool) -> Decision:
+    def _drop(self, snapshot_id: str, version: int, retirement: Retirement) -> Decision:
         """Retires the snapshot if it is the current one; nothing if it is the one retired last."""
         if version == self.version and snapshot_id == self.snapshot_id():
-            if not self.is_live:
-                return _NOTHING
-            return Decision(Retired(next_epoch, self.epoch, snapshot_id, version, now, keep))
+            return self._retired(retirement, self.epoch, snapshot_id, version) if self.is_live else self._nothing()
         if self.retired is not None and (self.retired.snapshot_id, self.retired.version) == (snapshot_id, version):
-            return _NOTHING
-        return Decision(
-            error=StaleSnapshotError(
-                f"snapshot {snapshot_id} at version {version} is not current (version {self.version} is): "
-                "freeze again, and drop what you consumed",
-                rollout_id=self.rollout_id,
-            )
+            return self._nothing()
+        error = StaleSnapshotError(
+            f"snapshot {snapshot_id} at version {version} is not current (version {self.version} is): "
+            "freeze again, and drop what you consumed",
+            rollout_id=self.rollout_id,
         )
+        return Decision(error=error, epoch=self.epoch)
 
-    def clear(self, *, next_epoch: int, now: float) -> Decision:
-        closed = self.retired is not None and self.retired.refuses_calls
-        return (
-            Decision(Retired(next_epoch, None, "", 0, now, keeps_records=False)) if self.is_live or closed else _NOTHING
-        )
+    def _clear(self, retirement: Retirement) -> Decision:
+        is_closed = self.retired is not None and self.retired.refuses_calls
+        if not self.is_live and not is_closed:
+            return self._nothing()
+        return self._retired(retirement._replace(keeps_records=False), None, "", 0)
+
+    def _retired(self, retirement: Retirement, consumed_epoch: int | None, snapshot_id: str, version: int) -> Decision:
+        epoch, now, keeps_records = retirement
+        return Decision(Retired(epoch, consumed_epoch, snapshot_id, version, now, keeps_records), epoch=epoch)
+
+    def _new(self, event: Fact) -> Decision:
+        """Adds the fact, unless it is one already."""
+        return Decision(None if self.knows(event) else event, epoch=self.epoch)
+
+    def _nothing(self) -> Decision:
+        return Decision(epoch=self.epoch)
+
+    def _refused(self, call_id: str | None) -> Decision:
+        return Decision(error=retired_error(self.rollout_id, call_id), epoch=self.epoch)
 
     # applying
 
@@ -234,69 +297,51 @@ class RolloutState:
         """Whether applying the event would change nothing: it is a fact already, or of an earlier epoch."""
         if event.epoch != self.epoch:
             return event.epoch < self.epoch
-        match event:
-            case Begun(_, intent):
-                return intent.model_call_id in self.begun
-            case Committed(_, call_id, _):
-                return call_id in self.committed
-            case Abandoned(_, call_id):
-                return call_id in self.abandoned
-            case MarkedIncomplete(_, reason):
-                return reason in self.incomplete
-            case ProblemFound(_, problem):
-                return problem in self.problems
-            case DeliveryKnown(_, call_id, delivered):
-                return call_id in (self.delivered if delivered else self.undelivered)
-            case Retired():
-                return self.retired is not None
+        if isinstance(event, Retired):
+            return self.retired is not None
+        return event.key in self.of(event.kind)
 
     def apply(self, event: Event) -> None:
         """Adds a fact. Those of earlier epochs are ignored."""
         if event.epoch > self.epoch:
-            self._start_epoch(event.epoch)
+            self.epoch = event.epoch
+            self.retired = None
+            self.facts.clear()
         if self.knows(event):
             return
-        match event:
-            case Begun(_, intent):
-                self.begun[intent.model_call_id] = _purpose(intent)
-            case Committed(_, call_id, payload_digest):
-                self.committed[call_id] = payload_digest
-            case Abandoned(_, call_id):
-                self.abandoned.add(call_id)
-            case MarkedIncomplete(_, reason):
-                self.incomplete.add(reason)
-            case ProblemFound(_, problem):
-                self.problems.add(problem)
-            case DeliveryKnown(_, call_id, delivered):
-                (self.delivered if delivered else self.undelivered).add(call_id)
-            case Retired():
-                self.retired = event
+        if isinstance(event, Retired):
+            self.retired = event
+        else:
+            self.facts.setdefault(event.kind, {})[event.key] = event.value
 
     # reading
 
-    def freeze(self) -> FrozenFacts:
+    def freeze(self) -> Frozen:
         """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
-        dangling = self.begun - self.committed.keys() - self.abandoned
-        return FrozenFacts(
+        dangling = self.of("begun").keys() - self.of("committed").keys() - self.of("abandoned").keys()
+        snapshot = Snapshot(
+            rollout_id=self.rollout_id,
             snapshot_id=self.snapshot_id(),
             version=self.version,
+            entries=(),
             incomplete=(
-                *sorted(self.incomplete),
+                *sorted(self.of("marked")),
                 *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
             ),
-            problems=tuple(sorted(self.problems, key=lambda p: (p.reason, p.call_id or "", p.detail))),
-            delivery=self._delivery(),
+            problems=tuple(sorted(self.of("problem"), key=lambda p: (p.reason, p.call_id or "", p.detail))),
             lost_calls=self._lost_calls(dangling),
         )
+        return Frozen(snapshot, self._delivery())
 
     def _lost_calls(self, dangling: Set[str]) -> tuple[LostCall, ...]:
         """What is known of calls that were begun and then lost.
 
         Nothing, unless it is known of every call what it was for: any could be the one that goes on from a lost reply.
         """
-        if not dangling or not all(self.begun.values()) or not self.committed.keys() <= self.begun.keys():
+        begun = self.of("begun")
+        if not dangling or not all(begun.values()) or not self.of("committed").keys() <= begun.keys():
             return ()
-        purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in self.begun.items()}
+        purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in begun.items()}
         same_body: dict[tuple[bytes, bytes], list[str]] = {}
         answering: dict[bytes, list[str]] = {}
         for call_id, purpose in purposes.items():
@@ -315,7 +360,8 @@ class RolloutState:
         return tuple(lost)
 
     def _delivery(self) -> dict[str, bool]:
-        said = [(call_id, True) for call_id in self.delivered] + [(call_id, False) for call_id in self.undelivered]
+        said = [(call_id, True) for call_id in self.of("delivered")]
+        said += [(call_id, False) for call_id in self.of("undelivered")]
         together: dict[str, bool] = {}
         for call_id, delivered in sorted(said):
             together[call_id] = bool(delivered_by((together.get(call_id), delivered)))
@@ -323,36 +369,22 @@ class RolloutState:
 
     def snapshot_id(self) -> str:
         """The same facts of the same epoch give the same id, whenever and wherever it is asked for."""
-        if not self.is_live:
-            return empty_snapshot_id(self.rollout_id)
         hasher = hashlib.blake2b(digest_size=16)
+        if not self.is_live:
+            _feed(hasher, self.rollout_id, "0")
+            return hasher.hexdigest()
         _feed(hasher, self.rollout_id, str(self.epoch))
-        _feed(hasher, *(f"{call}={digest.hex()}" for call, digest in sorted(self.committed.items())))
-        _feed(hasher, *sorted(self.begun))
-        _feed(hasher, *sorted(self.abandoned))
-        _feed(hasher, *sorted(self.incomplete))
-        _feed(hasher, *sorted(repr(problem) for problem in self.problems))
-        _feed(hasher, *sorted(self.delivered))
-        _feed(hasher, *sorted(self.undelivered))
+        for kind in _ALWAYS_HASHED:
+            _feed(hasher, *self._lines(kind))
+        for kind in sorted(self.facts.keys() - set(_ALWAYS_HASHED)):
+            _feed(hasher, kind, *self._lines(kind))
         return hasher.hexdigest()
 
-    def _problem(self, problem: RecordProblem) -> Decision:
-        return _NOTHING if problem in self.problems else Decision(ProblemFound(self.epoch, problem))
-
-    def _refused(self, call_id: str | None) -> Decision:
-        return Decision(error=retired_error(self.rollout_id, call_id))
-
-    def _start_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-        self.retired = None
-        for facts in self._facts():
-            facts.clear()
-
-    def _facts(self) -> tuple[set[str] | dict[str, bytes] | set[RecordProblem], ...]:
-        return (
-            *(self.begun, self.committed, self.abandoned, self.incomplete),
-            *(self.problems, self.delivered, self.undelivered),
-        )
+    def _lines(self, kind: str) -> list[str]:
+        facts = self.of(kind)
+        if kind == Committed.kind:
+            return [f"{call_id}={digest.hex()}" for call_id, digest in sorted(facts.items())]
+        return sorted(key if isinstance(key, str) else repr(key) for key in facts)
 
 
 _KEY_BYTES: Final = 16
@@ -394,13 +426,6 @@ def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:
         rollout_id=rollout_id,
         call_id=call_id,
     )
-
-
-def empty_snapshot_id(rollout_id: str) -> str:
-    """The snapshot id of a rollout of which nothing is recorded."""
-    hasher = hashlib.blake2b(digest_size=16)
-    _feed(hasher, rollout_id, "0")
-    return hasher.hexdigest()
 
 
 def _feed(hasher: hashlib.blake2b, *parts: str) -> None:

@@ -21,12 +21,15 @@ NOT_PURE = {
 }
 """The command line, and the adapters whose whole purpose is one heavy package."""
 PURE_PACKAGES = ("", "conformance", "dialects", "engines", "stores")
+PURE_IN_SERVING = ("call", "call_service", "capture", "state_messages", "stats")
+"""The life of a call, which runs on any state, and what travels to a state actor."""
 HEAVY = ("ray", "vllm", "torch", "fastapi", "uvicorn", "aiohttp", "pyarrow", "transformers")
 
 
 def pure_modules() -> list[str]:
     files = [file for package in PURE_PACKAGES for file in (PACKAGE / package).glob("*.py")]
     names = [".".join(("gym_capture", *file.relative_to(PACKAGE).with_suffix("").parts)) for file in files]
+    names += [f"gym_capture.serving.{name}" for name in PURE_IN_SERVING]
     return sorted({name.removesuffix(".__init__") for name in names} - NOT_PURE)
 
 

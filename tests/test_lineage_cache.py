@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.lineage import LineageIndex
 from gym_capture.lineage_cache import LineageCache
+from gym_capture.operations import Begin, Clear, Commit, MarkDelivery
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.stores.memory import MemoryStore
@@ -50,11 +51,11 @@ class Shard:
 
     async def put(self, entry: TokenEntry) -> None:
         intent = CallIntent(rollout_id=entry.rollout_id, model_call_id=entry.model_call_id, created_at=0.0)
-        await self.store.put(entry, epoch=await self.store.begin_call(intent))
+        await self.store.write(Commit(entry, epoch=await self.store.write(Begin(intent))))
         assert await self.cache.add(entry) == ()
 
     async def clear(self, rollout_id: str) -> None:
-        await self.store.clear(rollout_id)
+        await self.store.write(Clear(rollout_id))
         self.cache.forget(rollout_id)
 
     async def evict(self, rollout_id: str) -> None:
@@ -99,7 +100,7 @@ def test_a_call_may_be_a_retry_of_one_that_has_no_record() -> None:
 
         async def begin(call_id: str, digest: str) -> bool:
             intent = asking(call_id, digest)
-            await shard.store.begin_call(intent)
+            await shard.store.write(Begin(intent))
             return (await shard.cache.begin(intent, ()))[1]
 
         assert not await begin("a", "hi")
@@ -126,12 +127,12 @@ def test_what_was_recorded_while_the_rollout_is_read_back_is_not_open() -> None:
     async def run() -> None:
         shard = Shard(max_bytes=10_000)
         intent = CallIntent(rollout_id="r1", model_call_id="a", created_at=0.0, request_digest="hi")
-        epoch = await shard.store.begin_call(intent)
+        epoch = await shard.store.write(Begin(intent))
         shard.cache.expect(["r1"])
         shard.gate.clear()
         reading = asyncio.ensure_future(shard.cache.resolve("r1", ()))
         await shard.reading.wait()
-        await shard.store.put(FIRST, epoch=epoch)
+        await shard.store.write(Commit(FIRST, epoch=epoch))
         adding = asyncio.ensure_future(shard.cache.add(FIRST))
         await asyncio.sleep(0)
         shard.gate.set()
@@ -202,9 +203,8 @@ def test_eviction_never_changes_an_answer(made: list[tuple[object, ...]], max_by
                     assert everything.add(entry) == ()
                 case ("mark", str(name), str(call_id), bool(delivered)):
                     intent = CallIntent(rollout_id=name, model_call_id=call_id, created_at=0.0)
-                    epoch = await shard.store.begin_call(intent)
-                    mark = shard.store.mark_delivered if delivered else shard.store.mark_undelivered
-                    await mark(name, call_id, epoch=epoch)
+                    epoch = await shard.store.write(Begin(intent))
+                    await shard.store.write(MarkDelivery(name, call_id, delivered=delivered, epoch=epoch))
                     await shard.cache.mark_delivery(name, call_id, delivered=delivered)
                     everything.mark_delivery(name, call_id, delivered=delivered)
                 case ("clear", str(name)):

@@ -19,6 +19,7 @@ from gym_capture.builder import ExcludedCall, build
 from gym_capture.codec import decode_intent, decode_snapshot, encode_intent, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import open_files
+from gym_capture.operations import Begin, Commit, MarkDelivery
 from gym_capture.record_rows import rollout_row
 from gym_capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.rollout_state import Begun, Committed, DeliveryKnown, Event, RolloutState
@@ -57,12 +58,12 @@ def frozen(*intents: CallIntent, entries: tuple[TokenEntry, ...] = (FIRST, SECON
         store = MemoryStore()
         epoch = 1
         for each in intents:
-            epoch = await store.begin_call(each)
+            epoch = await store.write(Begin(each))
         for entry in entries:
-            await store.put(replace(entry, delivered=None), epoch=epoch)
+            await store.write(Commit(replace(entry, delivered=None), epoch=epoch))
             if entry.delivered is not None:
-                mark = store.mark_delivered if entry.delivered else store.mark_undelivered
-                await mark("r1", entry.model_call_id, epoch=epoch)
+                mark = MarkDelivery("r1", entry.model_call_id, delivered=entry.delivered, epoch=epoch)
+                await store.write(mark)
         return await store.freeze("r1")
 
     return asyncio.run(run())
@@ -175,7 +176,7 @@ def test_the_order_of_events_changes_nothing(intents: list[CallIntent], random: 
     state = RolloutState("r1", 1)
     for event in [*events, *events]:
         state.apply(event)
-    assert state.freeze().lost_calls == (
+    assert state.freeze().snapshot.lost_calls == (
         LostCall(model_call_id="lost", retries=("a",), answers=(key("said a"),)),
         LostCall(model_call_id="lost-2", retries=("b",), answers=()),
     )
@@ -200,7 +201,7 @@ def test_what_lost_calls_were_for_is_found_without_comparing_all_with_all(monkey
     monkeypatch.setattr(
         rollout_state._Purpose, "unpack", lambda packed: rollout_state._Purpose(*map(Counted, unpack(packed)))
     )
-    lost = state.freeze().lost_calls
+    lost = state.freeze().snapshot.lost_calls
     assert [len(each.answers) for each in lost].count(1) == 499
     assert compared < 20 * 500
 
@@ -294,9 +295,9 @@ def test_a_log_that_is_opened_again_says_the_same(tmp_path: Path) -> None:
     async def run() -> tuple[Snapshot, Snapshot]:
         store = await LogStore.open(tmp_path, fsync=False, segment_bytes=256)
         for each in (A, B, LOST_FIRST):
-            epoch = await store.begin_call(each)
+            epoch = await store.write(Begin(each))
         for entry in (FIRST, SECOND):
-            await store.put(entry, epoch=epoch)
+            await store.write(Commit(entry, epoch=epoch))
         before = await store.freeze("r1")
         await store.close()
         store = await LogStore.open(tmp_path, fsync=False)

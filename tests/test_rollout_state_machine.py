@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gym_capture.codec import encode_entry
+from gym_capture.codec import encode_entry, encode_snapshot
 from gym_capture.conformance import Store, sample_entry, sample_intent
 from gym_capture.errors import (
     ConflictingCallError,
@@ -27,7 +27,8 @@ from gym_capture.errors import (
     StoreError,
     StoreUnavailableError,
 )
-from gym_capture.records import RecordProblem, Snapshot, TokenEntry
+from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete
+from gym_capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
 from gym_capture.rollout_state import (
     Abandoned,
     Begun,
@@ -122,7 +123,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(target=writers, rollout_id=ROLLOUTS, call_id=CALLS)
     def begin(self, rollout_id: str, call_id: str) -> Any:
         attempt = self.attempt(rollout_id)
-        operation = self.store.begin_call(sample_intent(rollout_id, call_id))
+        operation = self.store.write(Begin(sample_intent(rollout_id, call_id)))
         try:
             epoch = self.run(operation)
         except RetiredRolloutError:
@@ -144,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
         """A first put, a retry, another content, a put without an intent, a late one: as it comes."""
         attempt = self.attempt(writer.rollout_id)
         entry = sample_entry(writer.rollout_id, call_id, generation=(7, variant))
-        operation = self.store.put(entry, epoch=writer.epoch)
+        operation = self.store.write(Commit(entry, epoch=writer.epoch))
         if self.is_late(writer):
             with pytest.raises(RetiredRolloutError):
                 self.run(operation)
@@ -157,7 +158,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(writer=writers, call_id=CALLS)
     def abandon(self, writer: Writer, call_id: str) -> None:
-        operation = self.store.abandon_call(writer.rollout_id, call_id, epoch=writer.epoch)
+        operation = self.store.write(Abandon(writer.rollout_id, call_id, epoch=writer.epoch))
         if self.is_late(writer):
             with pytest.raises(RetiredRolloutError):
                 self.run(operation)
@@ -167,7 +168,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(writer=writers, reason=st.sampled_from(["capture_failed:c1", "engine"]))
     def fail(self, writer: Writer, reason: str) -> None:
-        operation = self.store.mark_incomplete(writer.rollout_id, reason, epoch=writer.epoch)
+        operation = self.store.write(MarkIncomplete(writer.rollout_id, reason, epoch=writer.epoch))
         if self.is_late(writer):
             with pytest.raises(RetiredRolloutError):
                 self.run(operation)
@@ -178,8 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(writer=writers, call_id=CALLS, delivered=st.booleans())
     def mark_delivery(self, writer: Writer, call_id: str, delivered: bool) -> None:
         """Of a call that may have no record yet, or never gets one."""
-        mark = self.store.mark_delivered if delivered else self.store.mark_undelivered
-        operation = mark(writer.rollout_id, call_id, epoch=writer.epoch)
+        operation = self.store.write(MarkDelivery(writer.rollout_id, call_id, delivered=delivered, epoch=writer.epoch))
         if self.is_late(writer):
             with pytest.raises(RetiredRolloutError):
                 self.run(operation)
@@ -195,7 +195,7 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, frozen: tuple[Snapshot, int | None]) -> None:
         snapshot, epoch = frozen
         attempt = self.attempt(snapshot.rollout_id)
-        operation = self.store.drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version)
+        operation = self.store.write(Drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version))
         is_current = snapshot.version == attempt.facts and (not attempt.facts or epoch == attempt.epoch)
         last_dropped = (snapshot.rollout_id, snapshot.snapshot_id) in self.consumed
         if is_current and attempt.facts:
@@ -214,7 +214,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(rollout_id=ROLLOUTS)
     def dispatch_again(self, rollout_id: str) -> None:
-        self.run(self.store.clear(rollout_id))
+        self.run(self.store.write(Clear(rollout_id)))
         attempt = self.attempt(rollout_id)
         if attempt.facts or attempt.is_dropped:
             self.attempts[rollout_id] = Attempt()
@@ -277,7 +277,9 @@ class LogMachine(StoreMachine):
             expected = ConflictingCallError
         self.disk.room_bytes = room_bytes
         with pytest.raises(expected):
-            self.run(self.store.put(sample_entry(writer.rollout_id, call_id, generation=(8,)), epoch=writer.epoch))
+            self.run(
+                self.store.write(Commit(sample_entry(writer.rollout_id, call_id, generation=(8,)), epoch=writer.epoch))
+            )
         self.disk.room_bytes = ENDLESS
 
     def teardown(self) -> None:
@@ -325,4 +327,25 @@ def test_order_and_repetition_of_facts_do_not_matter(events: list[Event], data: 
         for event in order:
             state.apply(event)
     assert states[0] == states[1]
-    assert states[0].freeze() == states[1].freeze()
+    frozen = [state.freeze() for state in states]
+    assert encode_snapshot(frozen[0].snapshot) == encode_snapshot(frozen[1].snapshot)
+    assert frozen[0].delivery == frozen[1].delivery
+
+
+def test_snapshot_ids_are_those_that_earlier_versions_gave() -> None:
+    """Whoever consumed a snapshot before an upgrade still drops exactly that one."""
+    state = RolloutState("r", 7)
+    lost = RecordProblem(reason="corrupt_log", call_id=None, field=None, detail="bytes 1 to 2")
+    for event in (
+        Begun(7, CallIntent(rollout_id="r", model_call_id="c1", created_at=1.0, request_key="1" * 32)),
+        Begun(7, CallIntent(rollout_id="r", model_call_id="c2", created_at=1.0)),
+        Committed(7, "c1", bytes(range(16))),
+        Abandoned(7, "c2"),
+        MarkedIncomplete(7, "capture_failed:c3"),
+        ProblemFound(7, lost),
+        DeliveryKnown(7, "c1", True),
+        DeliveryKnown(7, "c4", False),
+    ):
+        state.apply(event)
+    assert (state.snapshot_id(), state.version) == ("393cac4437946aa77a7dd91531319ae5", 8)
+    assert RolloutState("r", 3).snapshot_id() == "d24e5aebd23be5490557cf3e0f27da9f"

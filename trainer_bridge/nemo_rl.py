@@ -4,9 +4,10 @@ Invariant: a record passes NeMo-RL's own walk (`contiguity_walk`), which gives b
 id; exactly the calls that the trajectory trains carry token arrays; and a record says that it is masked in both places
 that are read.
 
-Flow: `project_group` takes the finished rollouts of one group -> `project` makes the record of each: one trajectory,
-each call's output items with, on the item that the generation belongs to, the *whole* prompt so far, the generated ids
-and their log probabilities -> the record is walked before it is handed out.
+Flow: `NemoRlExporter` writes a line for each rollout of a build -> `project_group` takes the rollouts of one group ->
+`project` makes the record of each: one trajectory, each call's output items with, on the item that the generation
+belongs to, the *whole* prompt so far, the generated ids and their log probabilities -> the record is walked before it
+is handed out.
 
 NeMo-RL finds groups by equal first prompts. A prompt with a date or a session id in it puts each rollout into a group
 of its own, where every advantage is 0: `project_group` warns, and each record carries its `group_id`.
@@ -16,42 +17,27 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
-from typing import Any, TypeAlias
+from typing import Any, BinaryIO, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from gym_capture.builder import BuiltRollout, Trajectory
 from gym_capture.data.advantages import reward_problems
 from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
-from gym_capture.records import IdArray, Snapshot, TokenEntry
+from gym_capture.record_rows import row_json
+from gym_capture.records import IdArray
+from gym_capture.trajectories import Trajectory
+from trainer_bridge.finished import FinishedRollout, JsonObject, Turn
 
-JsonObject: TypeAlias = dict[str, Any]
+_FILE: Final = "rollouts.jsonl"
 
 
 class MixedPromptsWarning(UserWarning):
     """The rollouts of a group start from different prompts, so that NeMo-RL would not compare them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class FinishedRollout:
-    """A rollout that was played, captured and built."""
-
-    built: BuiltRollout
-    snapshot: Snapshot
-    """What it was built from: the text that goes with the ids."""
-    group_id: str
-    agent_name: str
-    """The agent that played it, as NeMo Gym's configuration names it."""
-    input: str | Sequence[Mapping[str, Any]]
-    """The task as it was given to the agent: `input` of a Responses request."""
-    reward: float | None
-    """None: not known; masks the record."""
-    reward_components: Mapping[str, float] | None = None
-    """Parts that add up to the reward."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +49,25 @@ class LogMessage:
     token_ids: tuple[int, ...]
     generation_logprobs: tuple[float, ...] | None
     """Aligned with `token_ids`; None of a user message."""
+
+
+@dataclass(frozen=True, slots=True)
+class NemoRlExporter:
+    """An `Exporter`: a record a line."""
+
+    name: str = "nemo-rl"
+    files: tuple[str, ...] = (_FILE,)
+
+    def export(
+        self,
+        rollouts: Iterable[tuple[FinishedRollout, ...]],
+        create: Callable[[str], AbstractContextManager[BinaryIO]],
+    ) -> None:
+        """Raises what `project` raises; warns of groups that NeMo-RL would not compare."""
+        with create(_FILE) as file:
+            for group in rollouts:
+                for record in project_group(group):
+                    file.write(row_json(record) + b"\n")
 
 
 def project_group(rollouts: Sequence[FinishedRollout]) -> list[JsonObject]:
@@ -91,13 +96,21 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
     `rank`: which of its trajectories, the main chain unless said otherwise. `placeholder_prompt_ids`: the prompt of
     the one token-bearing item that even a rollout with nothing to train on must have; it is always masked.
 
-    Raises `RecordError` if the reward components do not add up to the reward.
+    Where nobody said what the agent was given, `input` is empty: NeMo-RL trains on the ids of the first prompt, which
+    are those that the policy was conditioned on, whatever the text. Raises `RecordError` if the reward components do
+    not add up to the reward, or nobody said which agent it was.
     """
-    built = rollout.built
-    reasons = [*built.mask_reasons, *reward_problems(rollout.reward)]
-    nothing_built = rank >= len(built.trajectories)
+    if rollout.agent_name is None:
+        raise RecordError(
+            "nobody said which agent played it, and NeMo-RL wants to know: name it (--agent), or give each rollout an "
+            "agent_name before it is built",
+            field="agent_name",
+            rollout_id=rollout.rollout_id,
+        )
+    reasons = list(dict.fromkeys((*rollout.mask_reasons, *reward_problems(rollout.reward))))
+    nothing_built = rank >= len(rollout.trajectories)
     if not nothing_built:
-        output = _output(built.trajectories[rank], rollout.snapshot)
+        output = _output(rollout.trajectories[rank], rollout.turns)
     else:
         prompt = placeholder_prompt_ids if placeholder_prompt_ids is not None else np.zeros(1, dtype=np.int32)
         output = [_placeholder(prompt)]
@@ -106,14 +119,14 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
     carriers = [item for item in output if "generation_token_ids" in item]
     masked = bool(reasons)
     record: JsonObject = {
-        "rollout_id": built.rollout_id,
+        "rollout_id": rollout.rollout_id,
         "group_id": rollout.group_id,
         "agent_ref": {"type": "responses_api_agents", "name": rollout.agent_name},
-        "responses_create_params": {"input": _plain(rollout.input)},
+        "responses_create_params": {"input": [] if rollout.input is None else rollout.input},
         "response": {
-            "id": f"resp_{built.rollout_id}",
+            "id": f"resp_{rollout.rollout_id}",
             "object": "response",
-            "model": next((entry.model for entry in rollout.snapshot.entries), ""),
+            "model": rollout.model or "",
             "output": output,
             "usage": {
                 "input_tokens": len(carriers[0]["prompt_token_ids"]),
@@ -123,7 +136,7 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
         "reward": 0.0 if reward_problems(rollout.reward) else rollout.reward,
         "mask_sample": masked,
         "instance_config": {"mask_sample": masked},
-        "_ng_token_capture": {**asdict(built.counts), "mask_reasons": reasons, "placeholder": nothing_built},
+        "_ng_token_capture": {**asdict(rollout.counts), "mask_reasons": reasons, "placeholder": nothing_built},
     }
     if rollout.reward_components is not None:
         record["reward_components"] = _components(rollout)
@@ -167,27 +180,26 @@ def contiguity_walk(output: Iterable[Mapping[str, Any]]) -> list[LogMessage]:
 # --- output items --------------------------------------------------------------------------------------------------
 
 
-def _output(trajectory: Trajectory, snapshot: Snapshot) -> list[JsonObject]:
-    entries = {entry.model_call_id: entry for entry in snapshot.entries if entry.rollout_id == snapshot.rollout_id}
+def _output(trajectory: Trajectory, turns: Mapping[str, Turn]) -> list[JsonObject]:
     segments: dict[str, tuple[int, int]] = {}
     for span in trajectory.spans:
         begin, _ = segments.get(span.call_id, (span.start, span.end))
         segments[span.call_id] = (begin, span.end)
     output: list[JsonObject] = []
     for call_id in trajectory.call_ids:
-        entry = entries[call_id]
-        items = [dict(item) for item in entry.output_items]
+        turn = turns[call_id]
+        items = [dict(item) for item in turn.output_items]
         if call_id in segments:
             if not items:
                 items.append(_token_only_item())
-            items[_carrier(entry, items)] |= _token_fields(trajectory, *segments[call_id])
+            items[_carrier(turn, items)] |= _token_fields(trajectory, *segments[call_id])
         output += items
     return output
 
 
-def _carrier(entry: TokenEntry, items: Sequence[JsonObject]) -> int:
+def _carrier(turn: Turn, items: Sequence[JsonObject]) -> int:
     """The item that the generation belongs to; the last where it was not noted."""
-    index = entry.token_item_index
+    index = turn.token_item_index
     return index if index is not None and 0 <= index < len(items) else len(items) - 1
 
 
@@ -232,9 +244,9 @@ def _placeholder(prompt_ids: IdArray) -> JsonObject:
 
 def _first_prompt(rollout: FinishedRollout) -> IdArray | None:
     """The ids before the first sampled one of the main chain: what NeMo-RL compares."""
-    if not rollout.built.trajectories:
+    if not rollout.trajectories:
         return None
-    main = rollout.built.trajectories[0]
+    main = rollout.trajectories[0]
     return main.token_ids[: main.spans[0].start]
 
 
@@ -245,13 +257,9 @@ def _components(rollout: FinishedRollout) -> dict[str, float]:
         raise RecordError(
             f"reward_components must add up to the reward: got {total}, expected {rollout.reward}",
             field="reward_components",
-            rollout_id=rollout.built.rollout_id,
+            rollout_id=rollout.rollout_id,
         )
     return components
-
-
-def _plain(value: str | Sequence[Mapping[str, Any]]) -> str | list[JsonObject]:
-    return value if isinstance(value, str) else [dict(item) for item in value]
 
 
 def _walk_error(field: str, position: int, message: str) -> RecordError:

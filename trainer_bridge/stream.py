@@ -10,6 +10,7 @@ Flow: `parquet_batches(directory)` or the batches of a Ray dataset -> `read_roll
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -26,8 +27,11 @@ from gym_capture.records import IdArray, LogProbArray
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
 
-_SEQUENCE_COLUMNS: Final = ("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason")
-_ROLLOUT_COLUMNS: Final = ("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons")
+TRAIN_COLUMNS: Final = (
+    *("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason"),
+    *("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons"),
+)
+"""What a training loop reads of a table of trajectories."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -65,11 +69,37 @@ class TrainRollout:
         return any(sequence.is_main and sequence.finish_reason == "length" for sequence in self.sequences)
 
 
-def parquet_batches(directory: str | Path, *, rows_per_batch: int = 16) -> Iterator[pa.RecordBatch]:
+def parquet_batches(
+    directory: str | Path, *, rows_per_batch: int = 16, columns: Sequence[str] = TRAIN_COLUMNS
+) -> Iterator[pa.RecordBatch]:
     """The rows of a directory of Parquet files (a path or URI), in the order of the files' names.
 
-    Raises `ConfigError`, naming the file, if there are none or one cannot be read, and what `check_schema` raises.
+    Raises `ConfigError`, naming the file, if there are none or one cannot be read, `RecordError` for one that lacks
+    `columns`, and what `check_schema` raises.
     """
+    dataset = _dataset(directory)
+    for path in sorted(dataset.files):
+        with _opened(dataset, path) as file:
+            lacking = [name for name in columns if name not in file.schema_arrow.names]
+            if lacking:
+                raise RecordError(
+                    f"{path} has no column {lacking[0]!r}: it was built by an earlier version; build it again",
+                    field=lacking[0],
+                )
+            yield from file.iter_batches(rows_per_batch, columns=list(columns))
+
+
+def count_rows(directory: str | Path) -> int:
+    """How many rows `parquet_batches` gives. Raises what it raises."""
+    dataset = _dataset(directory)
+    rows = 0
+    for path in dataset.files:
+        with _opened(dataset, path) as file:
+            rows += file.metadata.num_rows
+    return rows
+
+
+def _dataset(directory: str | Path) -> pa.dataset.FileSystemDataset:
     try:
         dataset = pa.dataset.dataset(str(directory), format="parquet")
     except FileNotFoundError:
@@ -78,14 +108,18 @@ def parquet_batches(directory: str | Path, *, rows_per_batch: int = 16) -> Itera
         raise ConfigError(f"{directory} is not a directory of Parquet files: {_one_line(error)}") from None
     if not dataset.files:
         raise ConfigError(f"{directory} has no Parquet files: build trajectories into it first")
-    for path in sorted(dataset.files):
-        try:
-            with dataset.filesystem.open_input_file(path) as source:
-                file = pq.ParquetFile(source)
-                check_schema(file.schema_arrow)
-                yield from file.iter_batches(rows_per_batch, columns=[*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS])
-        except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(f"{path} cannot be read: {_one_line(error)}") from None
+    return dataset
+
+
+@contextmanager
+def _opened(dataset: pa.dataset.FileSystemDataset, path: str) -> Iterator[pq.ParquetFile]:
+    try:
+        with dataset.filesystem.open_input_file(path) as source:
+            file = pq.ParquetFile(source)
+            check_schema(file.schema_arrow)
+            yield file
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {_one_line(error)}") from None
 
 
 def _one_line(error: Exception) -> str:
@@ -94,21 +128,30 @@ def _one_line(error: Exception) -> str:
 
 def read_rollouts(batches: Iterable[Batch]) -> Iterator[TrainRollout]:
     """The rollouts of `batches`, in order. Raises `RecordError` if the rows of one do not stand together."""
+    return map(_rollout, rows_by_rollout(batches, TRAIN_COLUMNS))
+
+
+def rows_by_rollout(batches: Iterable[Batch], columns: Sequence[str]) -> Iterator[list[dict[str, Any]]]:
+    """The rows of each rollout, in order, `columns` of them; ids, mask and log probabilities as Arrow arrays.
+
+    Raises `RecordError` if the rows of one do not stand together, or their arrays are not aligned.
+    """
     finished: set[str] = set()
     rows: list[dict[str, Any]] = []
     for batch in batches:
-        for row in _rows(batch):
+        for row in _rows(batch, columns):
             if rows and row["rollout_id"] != rows[0]["rollout_id"]:
                 finished.add(rows[0]["rollout_id"])
-                yield _rollout(rows)
+                yield rows
                 rows = []
             if row["rollout_id"] in finished:
                 raise RecordError(
                     "rows of one rollout must stand together", field="rollout_id", rollout_id=row["rollout_id"]
                 )
+            _check_aligned(row)
             rows.append(row)
     if rows:
-        yield _rollout(rows)
+        yield rows
 
 
 def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterator[tuple[TrainRollout, ...]]:
@@ -123,10 +166,10 @@ def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterat
         yield tuple(waiting)
 
 
-def _rows(batch: Batch) -> Iterator[dict[str, Any]]:
+def _rows(batch: Batch, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     # Lists of ids become arrays, all else is small.
     arrays = {name: batch.column(name) for name in ("token_ids", "loss_mask", "log_probs")}
-    others = [name for name in (*_SEQUENCE_COLUMNS, *_ROLLOUT_COLUMNS) if name not in arrays]
+    others = [name for name in columns if name not in arrays]
     for index, row in enumerate(batch.select(others).to_pylist()):
         yield row | {name: column[index].values for name, column in arrays.items()}
 
@@ -144,7 +187,7 @@ def _rollout(rows: Sequence[dict[str, Any]]) -> TrainRollout:
     )
 
 
-def _sequence(row: dict[str, Any]) -> TrainSequence:
+def _check_aligned(row: dict[str, Any]) -> None:
     ids, mask, log_probs = row["token_ids"], row["loss_mask"], row["log_probs"]
     if not (len(ids) == len(mask) == len(log_probs)) or ids.null_count or mask.null_count:
         raise RecordError(
@@ -153,12 +196,15 @@ def _sequence(row: dict[str, Any]) -> TrainSequence:
             field="token_ids",
             rollout_id=row["rollout_id"],
         )
+
+
+def _sequence(row: dict[str, Any]) -> TrainSequence:
     return TrainSequence(
         trajectory_id=row["trajectory_id"],
         is_main=row["is_main"],
-        token_ids=ids.to_numpy(),
-        loss_mask=mask.to_numpy(zero_copy_only=False),
-        log_probs=log_probs.to_numpy(zero_copy_only=False),
+        token_ids=row["token_ids"].to_numpy(),
+        loss_mask=row["loss_mask"].to_numpy(zero_copy_only=False),
+        log_probs=row["log_probs"].to_numpy(zero_copy_only=False),
         finish_reason=row["finish_reason"],
         weight_versions=frozenset(
             span["weight_version"] for span in row["spans"] if span["weight_version"] is not None

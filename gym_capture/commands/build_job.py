@@ -9,12 +9,9 @@ Ray Data job under a progress bar -> a table of what became of the rollouts.
 from __future__ import annotations
 
 import asyncio
-import itertools
-import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,19 +19,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from gym_capture.commands.explain import HINT
+from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
-    from gym_capture.data.job import SourceSpec
-    from gym_capture.data.report import BuildReport
-
-
-_DETAILS = 10
-"""Rollouts of which it is printed what is wrong with their records."""
+    from gym_capture.data.sources import SourceSpec
 
 
 class Strategy(StrEnum):
@@ -84,12 +74,10 @@ def command(
 
     from gym_capture.builder import BuildOptions
     from gym_capture.data import job
-    from gym_capture.data.requests import read_requests
+    from gym_capture.data.sources import retire
 
     console = Console(stderr=True)
-    requests = read_requests(rollouts)
-    if requests.cut_lines:
-        console.print(f"[yellow]the last line of {rollouts} was cut off in writing and is left out[/]")
+    requests = listed_rollouts(rollouts, console)
     ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     options = job.JobOptions(
@@ -98,37 +86,29 @@ def command(
         workers=workers,
         worker_cpus=worker_cpus,
     )
-    with _source(records, namespace) as source, _progress(console) as progress:
-        bar = progress.add_task("rollouts", total=requests.table.num_rows)
-        report = job.write_trajectories(
-            requests.table,
-            source=source,
-            out=out,
-            options=options,
-            overwrite=overwrite,
-            on_progress=lambda done: progress.update(bar, completed=done),
-        )
-        changed = asyncio.run(job.retire(source, report)) if drop_consumed else ()
-    if as_json:
-        typer.echo(json.dumps(asdict(report), indent=2))
-    else:
-        Console().print(report_table(report))
-        if report.mask_reasons or report.excluded_tokens:
-            console.print(HINT, soft_wrap=True)
+    with _source(records, namespace) as source:
+        with progress_bar(console) as on_progress:
+            built = job.write_trajectories(
+                requests,
+                source=source,
+                out=out,
+                options=options,
+                overwrite=overwrite,
+                on_progress=lambda done: on_progress(done, requests.num_rows),
+                on_left=warn_of_left(console, out),
+            )
+        changed = asyncio.run(retire(source, built.snapshots)) if drop_consumed else ()
     for rollout_id in changed:
-        console.print(f"[yellow]{rollout_id} has changed since it was built and is kept[/]")
-    for rollout_id, details in itertools.islice(report.details.items(), _DETAILS):
-        console.print(f"[yellow]{rollout_id}: {escape('; '.join(details))}[/]", soft_wrap=True)
-    if len(report.details) > _DETAILS:
-        console.print(f"[yellow]... and {len(report.details) - _DETAILS} more: `details` in {job.REPORT_FILE}[/]")
-    if report.requested and not report.complete:
+        console.print(f"[yellow]warning:[/] {escape(rollout_id)} has changed since it was built and is kept")
+    show(built, out, as_json=as_json, console=console)
+    if built.requested and not built.complete:
         raise typer.Exit(1)
 
 
 @contextmanager
 def _source(records: Path | None, namespace: str) -> Iterator[SourceSpec]:
-    from gym_capture.data.job import SourceSpec
     from gym_capture.data.log_source import opened_logs
+    from gym_capture.data.sources import SourceSpec
     from gym_capture.serving.state import connect
 
     if records is None:
@@ -139,38 +119,3 @@ def _source(records: Path | None, namespace: str) -> Iterator[SourceSpec]:
         raise ConfigError(f"{records} is not a directory")
     with opened_logs(records) as source:
         yield source
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(finished_text="[green]✓"),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        console=console,
-    )
-
-
-def report_table(report: BuildReport) -> Table:
-    """What a person wants to know of a build."""
-    table = Table(show_header=False, box=None)
-    table.add_row("rollouts", f"{report.requested}")
-    table.add_row("  complete", f"{report.complete}")
-    table.add_row("  incomplete (masked)", f"{len(report.incomplete)}")
-    table.add_row("  missing", f"{len(report.missing)}")
-    for reason, count in report.mask_reasons.items():
-        table.add_row(f"    {reason}", f"{count}")
-    table.add_row("groups", f"{report.groups}")
-    table.add_row("trajectories", f"{report.trajectories}")
-    table.add_row("ids", f"{report.token_ids}")
-    share = report.generated_tokens_delivered / max(report.generated_tokens_captured, 1)
-    table.add_row(
-        "generated ids delivered",
-        f"{report.generated_tokens_delivered} of {report.generated_tokens_captured} ({share:.1%})",
-    )
-    for reason, count in report.excluded_tokens.items():
-        table.add_row(f"  {reason}", f"{count}")
-    if report.mixed_prompt_groups:
-        table.add_row("[yellow]groups with several first prompts", f"[yellow]{len(report.mixed_prompt_groups)}")
-    return table

@@ -29,7 +29,7 @@ from rich.table import Table
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, run_check
 from gym_capture.conformance.lineage import LINEAGE_CHECKS, LINEAGE_DURABILITY_CHECKS, run_lineage_check
 from gym_capture.errors import ConfigError, described
-from gym_capture.protocols import LineageStore, TokenSink, TokenSource
+from gym_capture.protocols import LineageStore, RecordStore, TokenSource
 from gym_capture.stores.base import StoreFactory
 
 
@@ -52,7 +52,7 @@ def command(
     """
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    protocols = (TokenSink, TokenSource, LineageStore) if lineage else (TokenSink, TokenSource)
+    protocols = (RecordStore, TokenSource, LineageStore) if lineage else (RecordStore, TokenSource)
     opener = _Opener(StoreFactory.at(factory).open, _parse(kwargs), protocols)
     names = _chosen(only, durability=durability, lineage=lineage)
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""One suite that any sink and source can be put through, whoever wrote it. (`lineage` has one for lineages, `engine`
+"""One suite that any store can be put through, whoever wrote it. (`lineage` has one for lineages, `engine`
 one for engines.)
 
 Invariant: a check is one sentence of the contract in `gym_capture.protocols`; its docstring is that sentence, its

@@ -1,9 +1,9 @@
-"""The contract of sinks and sources, one sentence a check."""
+"""The contract of stores, one sentence a check."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -14,11 +14,13 @@ from gym_capture.conformance.support import (
     DurabilityCheck,
     Reopen,
     Store,
+    begin,
     expect,
     expect_clean,
     expect_entries,
     expect_equal,
     expect_error,
+    expect_late_writes_refused,
     expect_same,
     run_call,
     sample_entry,
@@ -31,6 +33,7 @@ from gym_capture.errors import (
     StaleSnapshotError,
     StoreUnavailableError,
 )
+from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
 from gym_capture.records import Continues, LostCall
 
@@ -59,38 +62,38 @@ async def deltas_come_back(store: Store) -> None:
     whole = sample_entry("r", "c2", prompt=(1, 2, 3, 4, 5, 6), parent=Continues("c1", first.cum_len))
     delta = sample_entry("r", "c3", prompt=(1, 2, 3, 4, 5, 7), parent=Continues("c1", first.cum_len)).as_delta()
     for entry in (whole, delta):
-        await store.begin_call(sample_intent("r", entry.model_call_id))
-        await store.put(entry, epoch=epoch)
+        await begin(store, "r", entry.model_call_id)
+        await store.write(Commit(entry, epoch=epoch))
     expect_entries(await store.freeze("r"), first, whole, delta)
 
 
 async def strange_text_comes_back(store: Store) -> None:
     """Text that a model or a client can produce comes back exactly: half an emoji, control characters, any script."""
     for index, text in enumerate(("\ud83d", "a\0b\x1b\u2028", "😀 日本 \udc80", "", '"\\')):
-        epoch = await store.begin_call(sample_intent(f"r{index}", "c"))
+        epoch = await begin(store, f"r{index}", "c")
         entry = replace(sample_entry(f"r{index}", "c", text=text), requested_model=f"m{text}", stop_reason=text)
-        await store.put(entry, epoch=epoch)
+        await store.write(Commit(entry, epoch=epoch))
         expect_entries(await store.freeze(f"r{index}"), entry)
 
 
 async def engine_arrays_come_back(store: Store) -> None:
     """Arrays of the engine beside the ids keep their dtype and shape."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
+    epoch = await begin(store, "r", "c")
     entry = replace(
         sample_entry("r", "c"),
         routed_experts=np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2),
         sampling_mask=np.array([[True, False], [False, True]]),
     )
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     expect_entries(await store.freeze("r"), entry)
 
 
 async def empty_generation_comes_back(store: Store) -> None:
     """A call that generated nothing has a record too."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
+    epoch = await begin(store, "r", "c")
     empty = sample_entry("r", "c", generation=())
     entry = replace(empty, finish_reason="abort", output_items=(), token_item_index=None)
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     expect_entries(await store.freeze("r"), entry)
 
 
@@ -108,25 +111,25 @@ async def rollouts_do_not_mix(store: Store) -> None:
 
 async def intent_repeats(store: Store) -> None:
     """Repeating an intent is a no-op that returns the same epoch, before and after the call's record is put."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
+    epoch = await begin(store, "r", "c")
     before = await store.freeze("r")
-    expect_equal(await store.begin_call(sample_intent("r", "c")), epoch, "epoch")
+    expect_equal(await begin(store, "r", "c"), epoch, "epoch")
     expect_same(await store.freeze("r"), before)
-    await store.put(sample_entry("r", "c"), epoch=epoch)
+    await store.write(Commit(sample_entry("r", "c"), epoch=epoch))
     recorded = await store.freeze("r")
-    expect_equal(await store.begin_call(sample_intent("r", "c")), epoch, "epoch")
+    expect_equal(await begin(store, "r", "c"), epoch, "epoch")
     expect_same(await store.freeze("r"), recorded)
 
 
 async def calls_share_an_epoch(store: Store) -> None:
     """All calls of one attempt carry the same epoch, also those that begin at the same moment."""
-    epochs = await asyncio.gather(*(store.begin_call(sample_intent("r", f"c{index}")) for index in range(8)))
+    epochs = await asyncio.gather(*(begin(store, "r", f"c{index}") for index in range(8)))
     expect_equal(len(set(epochs)), 1, "number of epochs")
 
 
 async def dangling_intent_is_incomplete(store: Store) -> None:
     """An intent without an entry makes the snapshot incomplete."""
-    await store.begin_call(sample_intent("r", "c"))
+    await begin(store, "r", "c")
     snapshot = await store.freeze("r")
     expect_equal(snapshot.incomplete, (join_reason(CaptureMark.DANGLING_INTENT, "c"),), "incomplete")
     expect(snapshot.version > 0, "an intent must give the rollout a version")
@@ -138,9 +141,9 @@ async def lost_calls_are_not_guessed(store: Store) -> None:
     asked = replace(sample_intent("r", "lost"), request_key=request)
     after = replace(sample_intent("r", "next"), request_key="3" * 32, asked_key=request, answer_key=answer)
     for intent in (asked, replace(asked, model_call_id="try"), after):
-        epoch = await store.begin_call(intent)
+        epoch = await store.write(Begin(intent))
     for call_id in ("try", "next"):
-        await store.put(sample_entry("r", call_id), epoch=epoch)
+        await store.write(Commit(sample_entry("r", call_id), epoch=epoch))
     shown = LostCall(model_call_id="lost", retries=("try",), answers=(answer,))
     found = (await store.freeze("r")).lost_calls
     expect(found in ((), (shown,)), f"lost calls: got {found!r}, expected {shown!r} or nothing")
@@ -148,12 +151,12 @@ async def lost_calls_are_not_guessed(store: Store) -> None:
 
 async def abandoned_call_is_not_missed(store: Store) -> None:
     """An abandoned call leaves neither a record nor a gap. Repeating it is a no-op."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
-    await store.abandon_call("r", "c", epoch=epoch)
+    epoch = await begin(store, "r", "c")
+    await store.write(Abandon("r", "c", epoch=epoch))
     snapshot = await store.freeze("r")
     expect_entries(snapshot)
     expect_clean(snapshot)
-    await store.abandon_call("r", "c", epoch=epoch)
+    await store.write(Abandon("r", "c", epoch=epoch))
     expect_same(await store.freeze("r"), snapshot)
 
 
@@ -161,7 +164,7 @@ async def record_without_intent_is_accepted(store: Store) -> None:
     """A record under the current epoch is accepted although its intent is unknown."""
     first, epoch = await run_call(store, "r", "c1")
     second = sample_entry("r", "c2")
-    await store.put(second, epoch=epoch)
+    await store.write(Commit(second, epoch=epoch))
     snapshot = await store.freeze("r")
     expect_entries(snapshot, first, second)
     expect_clean(snapshot)
@@ -170,9 +173,7 @@ async def record_without_intent_is_accepted(store: Store) -> None:
 async def rollout_ids_are_checked(store: Store) -> None:
     """An id outside the allowed alphabet is refused before it becomes a file name."""
     for rollout_id in ("", "..", "a/b", "a\0b", "x" * 129):
-        await expect_error(
-            store.begin_call(sample_intent(rollout_id, "c")), InvalidRolloutIdError, f"rollout id {rollout_id[:9]!r}"
-        )
+        await expect_error(begin(store, rollout_id, "c"), InvalidRolloutIdError, f"rollout id {rollout_id[:9]!r}")
     expect_equal(list(await store.rollout_ids()), [], "live rollouts")
 
 
@@ -181,12 +182,12 @@ async def rollout_ids_are_checked(store: Store) -> None:
 
 async def put_repeats(store: Store) -> None:
     """The same call with the same content again is a no-op, also at the same moment."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
+    epoch = await begin(store, "r", "c")
     entry = sample_entry("r", "c")
-    await asyncio.gather(*(store.put(entry, epoch=epoch) for _ in range(8)))
+    await asyncio.gather(*(store.write(Commit(entry, epoch=epoch)) for _ in range(8)))
     before = await store.freeze("r")
     expect_entries(before, entry)
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     expect_same(await store.freeze("r"), before)
     expect_clean(before)
 
@@ -196,7 +197,7 @@ async def conflicting_put_is_refused(store: Store) -> None:
     entry, epoch = await run_call(store, "r", "c")
     for log_prob in (-3.0, -4.0):
         other = replace(entry, generation_log_probs=np.full(2, log_prob, dtype=np.float32))
-        await expect_error(store.put(other, epoch=epoch), ConflictingCallError, "a conflicting put")
+        await expect_error(store.write(Commit(other, epoch=epoch)), ConflictingCallError, "a conflicting put")
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
     problems = [(problem.reason, problem.call_id) for problem in snapshot.problems]
@@ -205,10 +206,11 @@ async def conflicting_put_is_refused(store: Store) -> None:
 
 async def one_of_two_conflicting_puts_wins(store: Store) -> None:
     """Of two puts of one call with different content at the same moment, one is recorded and one refused."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
+    epoch = await begin(store, "r", "c")
     entries = [sample_entry("r", "c", generation=(4, index)) for index in range(2)]
-    outcomes = await asyncio.gather(*(store.put(entry, epoch=epoch) for entry in entries), return_exceptions=True)
-    winners = [entry for entry, outcome in zip(entries, outcomes, strict=True) if outcome is None]
+    puts = (store.write(Commit(entry, epoch=epoch)) for entry in entries)
+    outcomes = await asyncio.gather(*puts, return_exceptions=True)
+    winners = [entry for entry, outcome in zip(entries, outcomes, strict=True) if outcome == epoch]
     expect_equal(len(winners), 1, "puts that were acknowledged")
     expect(any(isinstance(outcome, ConflictingCallError) for outcome in outcomes), f"outcomes: got {outcomes!r}")
     snapshot = await store.freeze("r")
@@ -221,7 +223,7 @@ async def incomplete_marks_are_kept(store: Store) -> None:
     entry, epoch = await run_call(store, "r", "c")
     failed = join_reason(CaptureMark.CAPTURE_FAILED, "c")
     for reason in (failed, "client_gone", "client_gone"):
-        await store.mark_incomplete("r", reason, epoch=epoch)
+        await store.write(MarkIncomplete("r", reason, epoch=epoch))
     snapshot = await store.freeze("r")
     expect_equal(snapshot.incomplete, (failed, "client_gone"), "incomplete")
     expect_entries(snapshot, entry)
@@ -230,15 +232,15 @@ async def incomplete_marks_are_kept(store: Store) -> None:
 async def delivery_marks_show_in_the_record(store: Store) -> None:
     """What is said of a reply's delivery shows in the call's record and bumps the version, in any order."""
     first, epoch = await run_call(store, "r", "c1")
-    await store.mark_undelivered("r", "c2", epoch=epoch)
+    await store.write(MarkDelivery("r", "c2", delivered=False, epoch=epoch))
     second, _ = await run_call(store, "r", "c2")
     third, _ = await run_call(store, "r", "c3")
     unmarked, _ = await run_call(store, "r", "c4")
     before = await store.freeze("r")
     for _ in range(2):
-        await store.mark_delivered("r", "c1", epoch=epoch)
-        await store.mark_undelivered("r", "c3", epoch=epoch)
-        await store.mark_delivered("r", "c3", epoch=epoch)
+        await store.write(MarkDelivery("r", "c1", delivered=True, epoch=epoch))
+        await store.write(MarkDelivery("r", "c3", delivered=False, epoch=epoch))
+        await store.write(MarkDelivery("r", "c3", delivered=True, epoch=epoch))
     after = await store.freeze("r")
     expect_equal(after.version, before.version + 3, "version after three new facts, each said twice")
     expect(after.snapshot_id != before.snapshot_id, "the snapshot id must change with the content")
@@ -247,7 +249,7 @@ async def delivery_marks_show_in_the_record(store: Store) -> None:
     marked = (replace(entry, delivered=said[entry.model_call_id]) for entry in (first, second, third, unmarked))
     expect_entries(after, *marked)
     for entry in (first, second, third, unmarked):
-        await store.put(entry, epoch=epoch)
+        await store.write(Commit(entry, epoch=epoch))
     expect_same(await store.freeze("r"), after)
 
 
@@ -267,23 +269,23 @@ async def concurrent_puts_all_arrive(store: Store) -> None:
 async def freeze_repeats(store: Store) -> None:
     """Freezing the same content gives the same snapshot id and version."""
     await run_call(store, "r", "c")
-    await store.begin_call(sample_intent("r", "d"))
+    await begin(store, "r", "d")
     expect_same(await store.freeze("r"), await store.freeze("r"))
 
 
 async def every_write_bumps_the_version(store: Store) -> None:
     """A write after a freeze gives the next snapshot a higher version and another id."""
-    epoch = await store.begin_call(sample_intent("r", "c"))
-    writes: tuple[Callable[[], Awaitable[object]], ...] = (
-        lambda: store.put(sample_entry("r", "c"), epoch=epoch),
-        lambda: store.begin_call(sample_intent("r", "d")),
-        lambda: store.abandon_call("r", "d", epoch=epoch),
-        lambda: store.mark_incomplete("r", "why", epoch=epoch),
-        lambda: store.mark_delivered("r", "c", epoch=epoch),
+    epoch = await begin(store, "r", "c")
+    operations = (
+        Commit(sample_entry("r", "c"), epoch=epoch),
+        Begin(sample_intent("r", "d")),
+        Abandon("r", "d", epoch=epoch),
+        MarkIncomplete("r", "why", epoch=epoch),
+        MarkDelivery("r", "c", delivered=True, epoch=epoch),
     )
     before = await store.freeze("r")
-    for write in writes:
-        await write()
+    for operation in operations:
+        expect_equal(await store.write(operation), epoch, "epoch")
         after = await store.freeze("r")
         expect(after.version > before.version, f"version: got {after.version}, expected > {before.version}")
         expect(after.snapshot_id != before.snapshot_id, "the snapshot id must change with the content")
@@ -296,7 +298,7 @@ async def drop_retires_what_was_consumed(store: Store) -> None:
     other, _ = await run_call(store, "other", "c")
     snapshot = await store.freeze("r")
     for _ in range(2):
-        await store.drop("r", snapshot.snapshot_id, snapshot.version)
+        await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
         empty = await store.freeze("r")
         expect_equal((empty.version, empty.entries), (0, ()), "snapshot of a dropped rollout")
         expect_equal(list(await store.rollout_ids()), ["other"], "live rollouts")
@@ -308,21 +310,21 @@ async def stale_drop_is_refused(store: Store) -> None:
     first, epoch = await run_call(store, "r", "c1")
     stale = await store.freeze("r")
     second = sample_entry("r", "c2")
-    await store.put(second, epoch=epoch)
-    await expect_error(store.drop("r", stale.snapshot_id, stale.version), StaleSnapshotError, "a stale drop")
+    await store.write(Commit(second, epoch=epoch))
+    await expect_error(store.write(Drop("r", stale.snapshot_id, stale.version)), StaleSnapshotError, "a stale drop")
     current = await store.freeze("r")
     expect_entries(current, first, second)
-    await expect_error(store.drop("r", stale.snapshot_id, current.version), StaleSnapshotError, "another's id")
-    await store.drop("r", current.snapshot_id, current.version)
+    await expect_error(store.write(Drop("r", stale.snapshot_id, current.version)), StaleSnapshotError, "another's id")
+    await store.write(Drop("r", current.snapshot_id, current.version))
 
 
 async def late_writes_are_refused(store: Store) -> None:
     """A writer of a dropped attempt is refused, whatever it writes, and revives nothing."""
     _, epoch = await run_call(store, "r", "c")
     snapshot = await store.freeze("r")
-    await store.drop("r", snapshot.snapshot_id, snapshot.version)
-    await _expect_late_writes_refused(store, epoch)
-    await expect_error(store.begin_call(sample_intent("r", "late")), RetiredRolloutError, "a late call")
+    await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
+    await expect_late_writes_refused(store, epoch)
+    await expect_error(begin(store, "r", "late"), RetiredRolloutError, "a late call")
     expect_equal((await store.freeze("r")).version, 0, "version")
     expect_equal(list(await store.rollout_ids()), [], "live rollouts")
 
@@ -330,12 +332,12 @@ async def late_writes_are_refused(store: Store) -> None:
 async def clear_opens_a_new_attempt(store: Store) -> None:
     """Clearing forgets what an earlier attempt left; its late writers cannot write to the next one."""
     _, old_epoch = await run_call(store, "r", "c")
-    await store.begin_call(sample_intent("r", "d"))
-    await store.clear("r")
+    await begin(store, "r", "d")
+    await store.write(Clear("r"))
     expect_equal((await store.freeze("r")).version, 0, "version")
     entry, epoch = await run_call(store, "r", "c")
     expect(epoch != old_epoch, "a new attempt must have a new epoch")
-    await _expect_late_writes_refused(store, old_epoch)
+    await expect_late_writes_refused(store, old_epoch)
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
     expect_clean(snapshot)
@@ -345,22 +347,23 @@ async def clear_reopens_a_dropped_rollout(store: Store) -> None:
     """A dropped rollout takes calls again once it was cleared, and dropping its old snapshot does not touch them."""
     _, old_epoch = await run_call(store, "r", "c")
     old = await store.freeze("r")
-    await store.drop("r", old.snapshot_id, old.version)
-    await store.clear("r")
-    await store.clear("r")
+    await store.write(Drop("r", old.snapshot_id, old.version))
+    await store.write(Clear("r"))
+    await store.write(Clear("r"))
     entry, epoch = await run_call(store, "r", "c")
     expect(epoch != old_epoch, "a new attempt must have a new epoch")
     snapshot = await store.freeze("r")
     expect(snapshot.snapshot_id != old.snapshot_id, "equal calls of two attempts must not share a snapshot id")
-    await expect_error(store.drop("r", old.snapshot_id, old.version), StaleSnapshotError, "dropping the old snapshot")
+    drop_again = Drop("r", old.snapshot_id, old.version)
+    await expect_error(store.write(drop_again), StaleSnapshotError, "dropping the old snapshot")
     expect_entries(await store.freeze("r"), entry)
 
 
 async def clear_of_nothing_is_allowed(store: Store) -> None:
     """Clearing or dropping what does not exist does nothing."""
-    await store.clear("r")
+    await store.write(Clear("r"))
     empty = await store.freeze("r")
-    await store.drop("r", empty.snapshot_id, empty.version)
+    await store.write(Drop("r", empty.snapshot_id, empty.version))
     expect_equal(list(await store.rollout_ids()), [], "live rollouts")
     entry, _ = await run_call(store, "r", "c")
     expect_entries(await store.freeze("r"), entry)
@@ -368,9 +371,11 @@ async def clear_of_nothing_is_allowed(store: Store) -> None:
 
 async def unbegun_epoch_is_refused(store: Store) -> None:
     """A write under an epoch that the store never gave out is refused."""
-    await expect_error(store.put(sample_entry("r", "c"), epoch=999), RetiredRolloutError, "a put without a rollout")
+    orphan = Commit(sample_entry("r", "c"), epoch=999)
+    await expect_error(store.write(orphan), RetiredRolloutError, "a put without a rollout")
     _, epoch = await run_call(store, "r", "c")
-    await expect_error(store.put(sample_entry("r", "d"), epoch=epoch + 999), RetiredRolloutError, "a foreign epoch")
+    foreign = Commit(sample_entry("r", "d"), epoch=epoch + 999)
+    await expect_error(store.write(foreign), RetiredRolloutError, "a foreign epoch")
 
 
 async def racing_drop_loses_nothing(store: Store) -> None:
@@ -380,18 +385,22 @@ async def racing_drop_loses_nothing(store: Store) -> None:
         _, epoch = await run_call(store, rollout_id, "c")
         snapshot = await store.freeze(rollout_id)
         late = sample_entry(rollout_id, "late")
-        operations = [store.put(late, epoch=epoch), store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)]
+        operations: list[Operation] = [
+            Commit(late, epoch=epoch),
+            Drop(rollout_id, snapshot.snapshot_id, snapshot.version),
+        ]
         if attempt % 2:
             operations.reverse()
-        outcomes = await asyncio.gather(*operations, return_exceptions=True)
+        outcomes = await asyncio.gather(*map(store.write, operations), return_exceptions=True)
         put, drop = reversed(outcomes) if attempt % 2 else outcomes
         entries = (await store.freeze(rollout_id)).entries
-        if put is None:
+        if isinstance(put, int):
             expect(isinstance(drop, StaleSnapshotError), f"the put was acknowledged, the drop got {drop!r}")
             expect_equal(len(entries), 2, "entries")
         else:
             expect(isinstance(put, RetiredRolloutError), f"the put got {put!r}")
-            expect_equal((drop, len(entries)), (None, 0), "drop and entries")
+            expect(isinstance(drop, int), f"the put was refused, the drop got {drop!r}")
+            expect_equal(len(entries), 0, "entries")
 
 
 async def closed_store_is_unavailable(store: Store) -> None:
@@ -399,20 +408,9 @@ async def closed_store_is_unavailable(store: Store) -> None:
     _, epoch = await run_call(store, "r", "c")
     await store.close()
     await store.close()
-    await expect_error(store.put(sample_entry("r", "d"), epoch=epoch), StoreUnavailableError, "a put after close")
+    late = Commit(sample_entry("r", "d"), epoch=epoch)
+    await expect_error(store.write(late), StoreUnavailableError, "a put after close")
     await expect_error(store.freeze("r"), StoreUnavailableError, "a freeze after close")
-
-
-async def _expect_late_writes_refused(store: Store, epoch: int) -> None:
-    for what, write in (
-        ("a late put", store.put(sample_entry("r", "late"), epoch=epoch)),
-        ("a late repeat", store.put(sample_entry("r", "c"), epoch=epoch)),
-        ("a late mark", store.mark_incomplete("r", "late", epoch=epoch)),
-        ("a late abandon", store.abandon_call("r", "c", epoch=epoch)),
-        ("a late delivery", store.mark_delivered("r", "c", epoch=epoch)),
-        ("a late loss", store.mark_undelivered("r", "c", epoch=epoch)),
-    ):
-        await expect_error(write, RetiredRolloutError, what)
 
 
 # --- restarts ----------------------------------------------------------------------------------------------------
@@ -421,17 +419,17 @@ async def _expect_late_writes_refused(store: Store, epoch: int) -> None:
 async def snapshot_survives_a_restart(store: Store, reopen: Reopen) -> None:
     """After a restart a rollout has the same snapshot, and its calls go on under the same epoch."""
     entry, epoch = await run_call(store, "r", "c")
-    await store.begin_call(sample_intent("r", "open"))
-    await store.mark_incomplete("r", "why", epoch=epoch)
-    await store.mark_undelivered("r", "c", epoch=epoch)
+    await begin(store, "r", "open")
+    await store.write(MarkIncomplete("r", "why", epoch=epoch))
+    await store.write(MarkDelivery("r", "c", delivered=False, epoch=epoch))
     before = await store.freeze("r")
     expect_equal([entry.delivered for entry in before.entries], [False], "delivered")
     store = await reopen(store)
     expect_same(await store.freeze("r"), before)
-    expect_equal(await store.begin_call(sample_intent("r", "open")), epoch, "epoch")
-    await store.put(entry, epoch=epoch)
+    expect_equal(await begin(store, "r", "open"), epoch, "epoch")
+    await store.write(Commit(entry, epoch=epoch))
     expect_same(await store.freeze("r"), before)
-    await store.put(sample_entry("r", "open"), epoch=epoch)
+    await store.write(Commit(sample_entry("r", "open"), epoch=epoch))
     expect_equal((await store.freeze("r")).incomplete, ("why",), "incomplete")
     await store.close()
 
@@ -440,16 +438,16 @@ async def retirement_survives_a_restart(store: Store, reopen: Reopen) -> None:
     """After a restart a dropped rollout stays dropped, and late writers of a cleared one are still refused."""
     _, dropped_epoch = await run_call(store, "dropped", "c")
     snapshot = await store.freeze("dropped")
-    await store.drop("dropped", snapshot.snapshot_id, snapshot.version)
+    await store.write(Drop("dropped", snapshot.snapshot_id, snapshot.version))
     _, cleared_epoch = await run_call(store, "r", "c")
-    await store.clear("r")
+    await store.write(Clear("r"))
     store = await reopen(store)
     expect_equal(list(await store.rollout_ids()), [], "live rollouts")
-    await store.drop("dropped", snapshot.snapshot_id, snapshot.version)
+    await store.write(Drop("dropped", snapshot.snapshot_id, snapshot.version))
     late = sample_entry("dropped", "late")
-    await expect_error(store.put(late, epoch=dropped_epoch), RetiredRolloutError, "a late put")
-    await expect_error(store.begin_call(sample_intent("dropped", "late")), RetiredRolloutError, "a late call")
-    await _expect_late_writes_refused(store, cleared_epoch)
+    await expect_error(store.write(Commit(late, epoch=dropped_epoch)), RetiredRolloutError, "a late put")
+    await expect_error(begin(store, "dropped", "late"), RetiredRolloutError, "a late call")
+    await expect_late_writes_refused(store, cleared_epoch)
     entry, epoch = await run_call(store, "r", "c")
     expect(epoch not in (cleared_epoch, dropped_epoch), "a new attempt must have a new epoch")
     expect_entries(await store.freeze("r"), entry)

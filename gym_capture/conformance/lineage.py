@@ -19,14 +19,15 @@ import numpy as np
 from gym_capture.conformance import Result, contract_of, run_one
 from gym_capture.conformance.support import (
     Store,
+    begin,
     expect,
     expect_equal,
     expect_error,
     run_call,
     sample_entry,
-    sample_intent,
 )
 from gym_capture.errors import ConflictingCallError
+from gym_capture.operations import Clear, Commit, Drop
 from gym_capture.protocols import LineageStore, Resolution, Resolved
 from gym_capture.reasons import RequestRule, UnresolvedReason
 from gym_capture.records import Continues, Root, TokenEntry, Unresolved
@@ -101,7 +102,7 @@ async def latest_known_turn_decides(store: StoreWithLineage) -> None:
 async def turn_may_be_handed_back_otherwise(store: StoreWithLineage) -> None:
     """A call owns its turn as some clients hand it back, too; the answer names the rule."""
     entry = replace(sample_entry("r", "c"), other_turn_keys={"with the stop string": RequestRule.STOP_STRING_PUT_BACK})
-    await _record(store, entry, await store.begin_call(sample_intent("r", "c")))
+    await _record(store, entry, await begin(store, "r", "c"))
     for key, rule in ((entry.turn_key or "", None), ("with the stop string", RequestRule.STOP_STRING_PUT_BACK)):
         resolution = await store.resolve("r", (key,))
         _expect_parent(resolution, entry, turn=0)
@@ -132,7 +133,7 @@ async def never_across_rollouts(store: StoreWithLineage) -> None:
     mine, _ = await run_call(store, "mine", "c")
     _expect_unresolved(await store.resolve("other", _keys(mine)), "before the other rollout has a call")
     theirs = replace(sample_entry("other", "c", prompt=(8, 8), generation=(8,)), turn_key=mine.turn_key)
-    await _record(store, theirs, await store.begin_call(sample_intent("other", "c")))
+    await _record(store, theirs, await begin(store, "other", "c"))
     _expect_parent(await store.resolve("mine", _keys(mine)), mine, turn=0)
     _expect_parent(await store.resolve("other", _keys(mine)), theirs, turn=0)
 
@@ -161,7 +162,7 @@ async def refused_put_changes_nothing(store: StoreWithLineage) -> None:
     """A put that was refused is no parent: the first record of the call stays what it is continued from."""
     entry, epoch = await run_call(store, "r", "c")
     other = replace(sample_entry("r", "c", generation=(60, 61)), turn_key="key of the refused")
-    await expect_error(store.put(other, epoch=epoch), ConflictingCallError, "a conflicting put")
+    await expect_error(store.write(Commit(other, epoch=epoch)), ConflictingCallError, "a conflicting put")
     _expect_parent(await store.resolve("r", _keys(entry)), entry, turn=0)
     _expect_unresolved(await store.resolve("r", _keys(other)), "the refused record's turn")
 
@@ -169,13 +170,13 @@ async def refused_put_changes_nothing(store: StoreWithLineage) -> None:
 async def earlier_attempts_are_forgotten(store: StoreWithLineage) -> None:
     """What was cleared or dropped is no parent of the next attempt's calls."""
     old, _ = await run_call(store, "r", "old")
-    await store.clear("r")
+    await store.write(Clear("r"))
     _expect_unresolved(await store.resolve("r", _keys(old)), "after clear")
     new, _ = await run_call(store, "r", "new")
     _expect_unresolved(await store.resolve("r", _keys(old)), "in the next attempt")
     _expect_parent(await store.resolve("r", _keys(new)), new, turn=0)
     snapshot = await store.freeze("r")
-    await store.drop("r", snapshot.snapshot_id, snapshot.version)
+    await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
     _expect_unresolved(await store.resolve("r", _keys(new)), "after drop")
 
 
@@ -204,12 +205,12 @@ async def lineage_survives_a_restart(store: StoreWithLineage, reopen: LineageReo
     await _record(store, second.as_delta(), epoch)
     gone, _ = await run_call(store, "gone", "c")
     snapshot = await store.freeze("gone")
-    await store.drop("gone", snapshot.snapshot_id, snapshot.version)
+    await store.write(Drop("gone", snapshot.snapshot_id, snapshot.version))
     store = await reopen(store)
     _expect_parent(await store.resolve("r", _keys(first, second)), second, turn=1)
     _expect_unresolved(await store.resolve("gone", _keys(gone)), "a dropped rollout")
     third = _following(second, "c3")
-    await _record(store, third.as_delta(), await store.begin_call(sample_intent("r", "c3")))
+    await _record(store, third.as_delta(), await begin(store, "r", "c3"))
     _expect_parent(await store.resolve("r", _keys(first, second, third)), third, turn=2)
     await store.close()
 
@@ -233,8 +234,8 @@ def _following(
 
 
 async def _record(store: StoreWithLineage, entry: TokenEntry, epoch: int) -> None:
-    await store.begin_call(sample_intent(entry.rollout_id, entry.model_call_id))
-    await store.put(entry, epoch=epoch)
+    await begin(store, entry.rollout_id, entry.model_call_id)
+    await store.write(Commit(entry, epoch=epoch))
 
 
 def _expect_parent(resolution: Resolution, entry: TokenEntry, *, turn: int) -> None:

@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 
 from gym_capture.codec import encode_entry
-from gym_capture.errors import GymCaptureError
+from gym_capture.errors import GymCaptureError, RetiredRolloutError
+from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete
+from gym_capture.protocols import RecordStore
 from gym_capture.records import CallIntent, Parent, Root, Snapshot, TokenEntry, WeightSpan, digest_ids
-from gym_capture.stores.base import RecordStore
 
 Store: TypeAlias = RecordStore
 """What the suite tests."""
@@ -101,9 +102,27 @@ def expect_same(got: Snapshot, expected: Snapshot) -> None:
     expect_entries(got, *expected.entries)
 
 
+async def expect_late_writes_refused(store: Store, epoch: int) -> None:
+    """Whatever it is that a writer of this epoch still says of rollout `r` and its call `c`."""
+    for what, operation in (
+        ("a late put", Commit(sample_entry("r", "late"), epoch=epoch)),
+        ("a late repeat", Commit(sample_entry("r", "c"), epoch=epoch)),
+        ("a late mark", MarkIncomplete("r", "late", epoch=epoch)),
+        ("a late abandon", Abandon("r", "c", epoch=epoch)),
+        ("a late delivery", MarkDelivery("r", "c", delivered=True, epoch=epoch)),
+        ("a late loss", MarkDelivery("r", "c", delivered=False, epoch=epoch)),
+    ):
+        await expect_error(store.write(operation), RetiredRolloutError, what)
+
+
+async def begin(store: Store, rollout_id: str, call_id: str) -> int:
+    """Begins a call; its epoch."""
+    return await store.write(Begin(sample_intent(rollout_id, call_id)))
+
+
 async def run_call(store: Store, rollout_id: str, call_id: str) -> tuple[TokenEntry, int]:
     """One whole call; its entry and its epoch."""
-    epoch = await store.begin_call(sample_intent(rollout_id, call_id))
+    epoch = await begin(store, rollout_id, call_id)
     entry = sample_entry(rollout_id, call_id)
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     return entry, epoch

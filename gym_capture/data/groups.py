@@ -1,33 +1,36 @@
-"""One group of rollouts into rows, one rollout at a time.
+"""Groups of rollouts into rows, one rollout at a time.
 
-Invariant: at most one rollout is in memory, and the rows of one batch, whatever the size of the group; the rows that
+Invariant: at most one rollout is in memory, and the rows of one batch, whatever the size of a group; the rows that
 come out are final - masked where they must be, with the advantage that the whole group gives them - and each rollout
 that was asked for has some.
 
 Flow: freeze -> build -> rows without an advantage, in batches of several small rollouts, as to make a table costs as
-much for one as for many -> a spool (memory up to a limit, then a file of this machine) -> once every rollout of the
-group is known, the advantages -> the rows again out of the spool, batch by batch.
+much for one as for many -> a spool (memory up to a limit, then a file of this machine) -> once every rollout of a
+group is known, or of several small groups, the advantages -> the rows again out of the spool, batch by batch.
 
-A rollout that cannot be built is data, not the end of a job: `built_or_masked` is the one boundary where whatever its
+A rollout that cannot be built is data, not the end of a job: `_failing_alone` is the one boundary where whatever its
 records bring about becomes a masked row (`build_failed`). One whose rows make no table takes no other with it: then the
 rollouts of its batch go one by one.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 
 from gym_capture.builder import BuildOptions, BuiltRollout, build
 from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.collector import collector_paused
+from gym_capture.data.nemo_gym import shown_id
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table, with_advantages
 from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
@@ -36,8 +39,6 @@ from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
 _BATCH_BYTES: Final = 2**20
-
-_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,41 +67,55 @@ class RolloutSummary:
     """What is wrong with its records, in words."""
 
 
-def build_group(
-    requests: Sequence[Request],
-    freeze: Callable[[str], Snapshot],
+async def build_groups(
+    groups: Iterable[Sequence[Request]],
+    freeze: Callable[[str], Awaitable[Snapshot]],
     *,
     options: BuildOptions,
     scale: Scale,
     on_built: Callable[[], None] = lambda: None,
-) -> Iterator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
-    """The rollouts of one group, some at a time: their summaries, and their rows as a table of `SCHEMA`.
+) -> AsyncGenerator[tuple[tuple[RolloutSummary, ...], pa.Table]]:
+    """The rollouts of `groups`, some at a time: their summaries, and their rows as a table of `SCHEMA`.
 
-    In the order of `requests`; a table is of one rollout, or of several that together are small. `on_built` is called
-    when all of them are built, before the first comes out.
+    In the order of the requests; a table is of one rollout, or of several that together are small. `on_built` is called
+    when whole groups are built, before the first of their rollouts comes out.
     """
-    with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as file:
-        with pa.ipc.new_stream(file, SCHEMA) as writer:
-            spool = _Spool(writer, options)
-            for request in requests:
-                rows_of = partial(_rows_of, request, options)
-                make = partial(_built, rows_of, freeze, request.rollout_id)
-                spool.add(built_or_masked(request.rollout_id, make, rows_of))
-            spool.write()
-        on_built()
-        advantages = group_advantages(
-            [math.nan if request.reward is None else request.reward for request in requests],
-            groups=[request.group_id for request in requests],
-            masked=[summary.masked for summaries in spool.batches for summary in summaries],
-            scale=scale,
-        )
-        file.seek(0)
-        done = 0
-        for summaries, batch in zip(spool.batches, pa.ipc.open_stream(file), strict=True):
-            n_rows = [max(summary.trajectories, 1) for summary in summaries]
-            of_rows = np.repeat(advantages[done : done + len(summaries)], n_rows)
-            done += len(summaries)
-            yield summaries, with_advantages(pa.Table.from_batches([batch]), of_rows)
+    remaining = iter(groups)
+    for first in remaining:
+        with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as file:
+            requests: list[Request] = []
+            with pa.ipc.new_stream(file, SCHEMA) as writer:
+                spool = _Spool(writer, options)
+                for group in itertools.chain([first], remaining):
+                    for request in group:
+                        spool.add(await _built(request, freeze, options))
+                    requests += group
+                    if spool.nbytes > _BATCH_BYTES:
+                        break
+                spool.write()
+            on_built()
+            advantages = _advantages(requests, [each for some in spool.batches for each in some], scale)
+            file.seek(0)
+            done = 0
+            for summaries, batch in zip(spool.batches, pa.ipc.open_stream(file), strict=True):
+                n_rows = [max(summary.trajectories, 1) for summary in summaries]
+                of_rows = np.repeat(advantages[done : done + len(summaries)], n_rows)
+                done += len(summaries)
+                yield summaries, with_advantages(pa.Table.from_batches([batch]), of_rows)
+
+
+def _advantages(
+    requests: Sequence[Request], summaries: Sequence[RolloutSummary], scale: Scale
+) -> npt.NDArray[np.float64]:
+    """Of each rollout; NaN of one that is compared with none."""
+    compared = np.array([request.compared for request in requests], dtype=np.bool_)
+    advantages = group_advantages(
+        [math.nan if request.reward is None else request.reward for request in requests],
+        groups=[request.group_id for request in requests],
+        masked=np.array([summary.masked for summary in summaries], dtype=np.bool_) | ~compared,
+        scale=scale,
+    )
+    return np.where(compared, advantages, np.nan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,32 +133,41 @@ class _Spool:
     def __init__(self, writer: pa.ipc.RecordBatchStreamWriter, options: BuildOptions) -> None:
         self.batches: list[tuple[RolloutSummary, ...]] = []
         """Of what was written: the rollouts of each batch."""
+        self.nbytes = 0
+        """Of the rows that were added, about."""
         self._writer = writer
         self._options = options
         self._waiting: list[_Built] = []
-        self._nbytes = 0
+        self._waiting_nbytes = 0
 
     def add(self, built: _Built) -> None:
         nbytes = sum(map(row_nbytes, built.rows))
-        if self._nbytes + nbytes > _BATCH_BYTES:
+        if self._waiting_nbytes + nbytes > _BATCH_BYTES:
             self.write()
         self._waiting.append(built)
-        self._nbytes += nbytes
+        self._waiting_nbytes += nbytes
+        self.nbytes += nbytes
         if nbytes > _BATCH_BYTES:  # is not to be there while the next one is built
             self.write()
 
     def write(self) -> None:
         """Writes what waits."""
-        waiting, self._waiting, self._nbytes = self._waiting, [], 0
+        waiting, self._waiting, self._waiting_nbytes = self._waiting, [], 0
         if not waiting:
             return
         try:
             self._write_batch(waiting, to_table([row for built in waiting for row in built.rows]))
         except (RecordError, pa.ArrowException, ValueError, TypeError, OverflowError):  # of whose rows?
             for each in waiting:
-                instead = partial(_rows_of, each.request, self._options)
-                built = built_or_masked(each.request.rollout_id, partial(_tabular, each), instead)
-                self._write_batch([built], to_table(built.rows))
+                self._write_alone(each)
+
+    def _write_alone(self, built: _Built) -> None:
+        with _failing_alone(built.request) as failed:
+            table = to_table(built.rows)
+        for instead in failed:
+            built = _rows_of(built.request, self._options, instead)
+            table = to_table(built.rows)
+        self._write_batch([built], table)
 
     def _write_batch(self, some: Sequence[_Built], table: pa.Table) -> None:
         (batch,) = table.to_batches()
@@ -151,21 +175,17 @@ class _Spool:
         self.batches.append(tuple(built.summary for built in some))
 
 
-def built_or_masked(rollout_id: str, make: Callable[[], _Made], instead: Callable[[Snapshot], _Made]) -> _Made:
-    """What `make` makes of a rollout or, if the rollout is why that fails, `instead` of one that says so."""
+@contextmanager
+def _failing_alone(request: Request) -> Iterator[list[Snapshot]]:
+    """If the rollout is why what is done inside fails, the list has what stands for its snapshot and says so."""
+    failed: list[Snapshot] = []
     try:
-        return make()
+        yield failed
     except (ConfigError, StoreUnavailableError):  # of the source, whatever the rollout
         raise
     except Exception as error:  # noqa: BLE001 - the boundary
         detail = " ".join(f"{type(error).__name__}: {error}".split())
-        return instead(unusable(rollout_id, ProblemReason.BUILD_FAILED, detail))
-
-
-def _tabular(built: _Built) -> _Built:
-    """The same. Raises whatever its rows bring about when they become a table."""
-    to_table(built.rows)
-    return built
+        failed.append(unusable(shown_id(request.rollout_id), ProblemReason.BUILD_FAILED, detail))
 
 
 def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: str | None = None) -> Snapshot:
@@ -174,9 +194,12 @@ def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: st
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
 
 
-def _built(make: Callable[[Snapshot], _Built], freeze: Callable[[str], Snapshot], rollout_id: str) -> _Built:
-    with collector_paused():
-        return make(freeze(rollout_id))
+async def _built(request: Request, freeze: Callable[[str], Awaitable[Snapshot]], options: BuildOptions) -> _Built:
+    with _failing_alone(request) as failed, collector_paused():
+        built = _rows_of(request, options, await freeze(request.rollout_id))
+    for instead in failed:
+        built = _rows_of(request, options, instead)
+    return built
 
 
 def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Built:
@@ -185,12 +208,15 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
         # Which is also why it has no reward, if it has none.
         extra_reasons = [join_reason(MaskReason.INCOMPLETE, request.failure)]
     else:
-        extra_reasons = list(reward_problems(request.reward))
+        extra_reasons = list(reward_problems(request.reward)) if request.compared else []
     built_rows = rows(
         built,
-        group_id=request.group_id,
+        snapshot=snapshot,
+        group_id=shown_id(request.group_id),
         reward=request.reward,
         reward_components=request.reward_components,
+        agent_name=request.agent_name,
+        input_json=request.input,
         extra_mask_reasons=extra_reasons,
     )
     return _Built(request, summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), built_rows)
@@ -206,8 +232,8 @@ def summarize(
         lengths = {entry.model_call_id: entry.prompt_len for entry in snapshot.entries}
         first_prompt = digest_ids(main.token_ids[: lengths[main.call_ids[0]]])
     return RolloutSummary(
-        rollout_id=request.rollout_id,
-        group_id=request.group_id,
+        rollout_id=shown_id(request.rollout_id),
+        group_id=shown_id(request.group_id),
         masked=bool(mask_reasons),
         mask_reasons=mask_reasons,
         missing=not (snapshot.entries or snapshot.incomplete or snapshot.problems),

@@ -20,11 +20,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.codec import decode_snapshot
-from gym_capture.data.job import SourceSpec
-from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.data.log_directories import log_directories
+from gym_capture.data.sources import SourceSpec
+from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Clear, Drop, Operation
 from gym_capture.records import Snapshot
+from gym_capture.rollout_state import retired_error
 from gym_capture.stores.log import LogStore
-from gym_capture.stores.segments import segment_numbers
 
 
 @contextmanager
@@ -34,12 +36,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
     Raises `ConfigError` if there is none or one may not be read, `StoreUnavailableError` if one of them is in use, e.g.
     by a running graph.
     """
-    try:
-        found = [path for path in (directory, *sorted(directory.glob("*/"))) if path.is_dir() and segment_numbers(path)]
-    except PermissionError as error:
-        raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
-    if not found:
-        raise ConfigError(f"{directory} holds no records: name the directory that the graph kept them in")
+    found = log_directories(directory)
     # On this node: the directories are paths of this machine.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     actor_class = ray.remote(_LogOwner).options(num_cpus=0, scheduling_strategy=here)
@@ -54,7 +51,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
 
 
 class LogClient:
-    """A `TokenSource` over logs that other processes own."""
+    """A `RecordStore` over logs that other processes own."""
 
     def __init__(self, owner_of: dict[str, Any]) -> None:
         self._owner_of = owner_of
@@ -69,12 +66,14 @@ class LogClient:
             return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=())
         return decode_snapshot(await _awaited(self._owner_of[rollout_id].freeze.remote(rollout_id)))
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await _awaited(self._owner_of[rollout_id].drop.remote(rollout_id, snapshot_id, version))
-
-    async def clear(self, rollout_id: str) -> None:
-        if rollout_id in self._owner_of:
-            await _awaited(self._owner_of[rollout_id].clear.remote(rollout_id))
+    async def write(self, operation: Operation) -> int:
+        """Of a rollout that no log knows there is nothing to retire, and nothing else can be said of it."""
+        owner = self._owner_of.get(operation.rollout_id)
+        if owner is not None:
+            return int(await _awaited(owner.write.remote(operation)))
+        if isinstance(operation, Drop | Clear):
+            return 0
+        raise retired_error(operation.rollout_id, operation.call_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return sorted(self._owner_of)
@@ -96,11 +95,8 @@ class _LogOwner:
     async def freeze(self, rollout_id: str) -> bytes:
         return await (await self._opened()).freeze_encoded(rollout_id)
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await (await self._opened()).drop(rollout_id, snapshot_id, version)
-
-    async def clear(self, rollout_id: str) -> None:
-        await (await self._opened()).clear(rollout_id)
+    async def write(self, operation: Operation) -> int:
+        return await (await self._opened()).write(operation)
 
     async def _opened(self) -> LogStore:
         # `opened_logs` asks each owner once, and waits for the answer, before anybody else can ask.

@@ -1,15 +1,14 @@
-"""Which rollouts to build trajectories of, and what was said of them outside of the records: group and reward.
+"""Which rollouts to build trajectories of, and what was said of them outside of the records: group, reward, agent...
 
 Invariant: one row a rollout id, and all rollouts of a group stand together in one part, so a worker that has a part
 can compare a group's rollouts without any other worker. Rewards are as given, a missing one is null - never 0.
 
-Flow: a table (or lines of JSON, as a rollout job writes them) -> `check_requests` -> `split_into_parts` -> one worker
-a part.
+Flow: a table (or lines of JSON, as a rollout job writes them) -> `check_requests` -> `groups_of` -> `split_into_parts`
+-> one worker a part. Where nothing is said of the rollouts of a source, `each_alone` asks for all of them.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +21,12 @@ import pyarrow as pa
 
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
+from gym_capture.record_rows import row_json
 from gym_capture.records import check_rollout_id
 from gym_capture.regular_files import open_regular
+
+ROLLOUTS_PER_PART: Final = 64
+"""How many a part has, if nobody says otherwise: it is one file and one task of a worker."""
 
 _LINE_BYTES: Final = 64 * 2**20
 """A longer line is no rollout."""
@@ -36,6 +39,10 @@ REQUEST_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("reward_components", pa.map_(pa.string(), pa.float64())),
         # Why the rollout did not come to its end, e.g. `agent_crashed`: masks it. Null: it did.
         pa.field("failure", pa.string()),
+        # What trainers want to know of how it was played: the agent's name, and the task as it was given to the agent,
+        # i.e. `input` of a Responses request, as JSON.
+        pa.field("agent_name", pa.string()),
+        pa.field("input", pa.string()),
     ]
 )
 
@@ -49,6 +56,13 @@ class Request:
     reward: float | None
     reward_components: Mapping[str, float] | None
     failure: str | None
+    agent_name: str | None = None
+    input: str | None = None
+    """JSON."""
+    compared: bool = True
+    """Whether it is one of a group. If not, nothing is known of its reward, which then masks nothing."""
+    nbytes: int = 0
+    """About the size of its records, where that is known: bounds a part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +77,8 @@ class ReadRequests:
 
 def read_requests(path: Path) -> ReadRequests:
     """Rollouts from lines of JSON, one object a line: `rollout_id`, `group_id`, and `reward`, `reward_components`,
-    `failure` where they are known; `status` "failed" with `error`, as a rollout job writes them, is a failure.
+    `failure`, `agent_name`, `input` where they are known; `status` "failed" with `error`, as a rollout job writes them,
+    is a failure.
 
     Other keys are somebody's own and are left out. A last line that was cut off in writing is left out and counted.
     Raises `RecordError` for any other line that cannot be read, `ConfigError` for what is no file or may not be read.
@@ -133,28 +148,52 @@ def conform(table: pa.Table) -> pa.Table:
     return pa.Table.from_arrays(columns, schema=REQUEST_SCHEMA)
 
 
-def split_into_parts(table: pa.Table, *, rollouts_per_part: int) -> list[pa.Table]:
-    """Tables of whole groups, in the order of each group's first rollout.
+def groups_of(table: pa.Table) -> list[tuple[Request, ...]]:
+    """The groups of a table of `REQUEST_SCHEMA`, in the order of each group's first rollout."""
+    groups: dict[str, list[Request]] = {}
+    for row in table.to_pylist():
+        groups.setdefault(row["group_id"], []).append(_request(row))
+    return [tuple(group) for group in groups.values()]
 
-    A part is closed once it has `rollouts_per_part` rollouts; a group that is larger makes a larger part.
+
+def each_alone(sizes: Mapping[str, int]) -> list[tuple[Request, ...]]:
+    """Rollouts of which nothing but the records is known, each a group of its own: ids, with the bytes of each."""
+    return [
+        (
+            Request(
+                rollout_id=rollout_id,
+                group_id=rollout_id,
+                reward=None,
+                reward_components=None,
+                failure=None,
+                compared=False,
+                nbytes=nbytes,
+            ),
+        )
+        for rollout_id, nbytes in sizes.items()
+    ]
+
+
+def split_into_parts(
+    groups: Iterable[tuple[Request, ...]], *, rollouts_per_part: int, bytes_per_part: int = 64 * 2**20
+) -> list[tuple[tuple[Request, ...], ...]]:
+    """Parts of whole groups, in their order.
+
+    A part is closed once it has `rollouts_per_part` rollouts, or before a group with which it would have more than
+    `bytes_per_part` of records; a group that is larger makes a larger part.
     """
-    groups: dict[str, list[int]] = {}
-    for index, group_id in enumerate(table.column("group_id").to_pylist()):
-        groups.setdefault(group_id, []).append(index)
-    parts: list[pa.Table] = []
-    indices: list[int] = []
-    for group in groups.values():
-        indices += group
-        if len(indices) >= rollouts_per_part:
-            parts.append(table.take(indices))
-            indices = []
-    return [*parts, table.take(indices)] if indices else parts
-
-
-def groups_of(part: pa.Table) -> Iterator[list[Request]]:
-    """The groups of a part, one after the other."""
-    for _, group in itertools.groupby(part.to_pylist(), key=lambda row: row["group_id"]):
-        yield [_request(row) for row in group]
+    parts: list[tuple[tuple[Request, ...], ...]] = []
+    part: list[tuple[Request, ...]] = []
+    rollouts = nbytes = 0
+    for group in groups:
+        group_bytes = sum(request.nbytes for request in group)
+        if part and (rollouts >= rollouts_per_part or nbytes + group_bytes > bytes_per_part):
+            parts.append(tuple(part))
+            part, rollouts, nbytes = [], 0, 0
+        part.append(group)
+        rollouts += len(group)
+        nbytes += group_bytes
+    return [*parts, tuple(part)] if part else parts
 
 
 def _request(row: Mapping[str, Any]) -> Request:
@@ -165,6 +204,8 @@ def _request(row: Mapping[str, Any]) -> Request:
         reward=row["reward"],
         reward_components=None if components is None else dict(components),
         failure=row["failure"],
+        agent_name=row["agent_name"],
+        input=row["input"],
     )
 
 
@@ -203,6 +244,13 @@ def _record(found: object) -> dict[str, Any]:
         if not isinstance(failure, str):
             raise TypeError(f"failure must be a string: got {failure!r}")
         _check_text("failure", failure)
+    agent_name, task = found.get("agent_name"), found.get("input")
+    if agent_name is not None:
+        if not isinstance(agent_name, str):
+            raise TypeError(f"agent_name must be a string: got {agent_name!r}")
+        _check_text("agent_name", agent_name)
+    if not (task is None or isinstance(task, str) or (isinstance(task, list) and all(map(_is_object, task)))):
+        raise TypeError("input must be a text or a list of Responses items")
     return {
         "rollout_id": found["rollout_id"],
         "group_id": found["group_id"],
@@ -211,7 +259,13 @@ def _record(found: object) -> dict[str, Any]:
         if components is None
         else {name: _number(name, value) for name, value in components.items()},
         "failure": failure,
+        "agent_name": agent_name,
+        "input": None if task is None else row_json(task).decode(),
     }
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict)
 
 
 def _check_text(name: str, text: str) -> None:

@@ -23,6 +23,8 @@ import pyarrow as pa
 from gym_capture.builder import BuiltRollout
 from gym_capture.errors import RecordError, SchemaVersionError
 from gym_capture.reasons import reason_name
+from gym_capture.record_rows import row_json
+from gym_capture.records import Snapshot
 from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
@@ -83,21 +85,39 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         # Arrays that ride along, as recorded; null where the engine gave none.
         pa.field("routed_experts", _TENSOR),
         pa.field("sampling_mask", _TENSOR),
+        # What exporters want beside the ids. Null in tables of before these columns were.
+        # Aligned with `call_ids`: JSON of the turn's Responses items, and which of them the generated ids belong to.
+        pa.field("output_items", pa.large_list(pa.string())),
+        pa.field("token_item_indices", pa.large_list(pa.int64())),
+        # Of the rollout: the policy that generated, who played it, and JSON of the task as it was given to the agent.
+        pa.field("model", pa.string()),
+        pa.field("agent_name", pa.string()),
+        pa.field("input", pa.string()),
+        pa.field("lost_tries", pa.int64()),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
 
 
+OPTIONAL: Final = frozenset({"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries"})
+"""Columns that a table of trajectories may lack: it was built before they were."""
+
+
 def rows(
     built: BuiltRollout,
     *,
+    snapshot: Snapshot | None = None,
     group_id: str,
     reward: float | None,
     reward_components: Mapping[str, float] | None = None,
     advantage: float | None = None,
+    agent_name: str | None = None,
+    input_json: str | None = None,
     extra_mask_reasons: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
+
+    `snapshot`: what it was built from, for the texts that go with the ids; None: they are not wanted.
 
     `extra_mask_reasons` are reasons to mask it that the records cannot show, e.g. an agent that crashed. Where
     thousands of trajectories would repeat thousands of reasons, those behind the first have their names only.
@@ -123,10 +143,15 @@ def rows(
         "generated_tokens_delivered": counts.generated_tokens_delivered,
         "delivered_fraction": counts.delivered_fraction,
         "excluded_tokens": list(counts.excluded_tokens.items()),
+        "lost_tries": counts.lost_tries,
+        "model": None if snapshot is None else next((entry.model for entry in snapshot.entries), None),
+        "agent_name": agent_name,
+        "input": input_json,
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]
-    first, *others = [_sequence(trajectory) for trajectory in built.trajectories]
+    turns = None if snapshot is None else _turns(snapshot)
+    first, *others = [_sequence(trajectory, turns) for trajectory in built.trajectories]
     repeated = shared
     if len(others) * len(shared["mask_reasons"]) > _MOST_REPEATED_REASONS:
         repeated = shared | {"mask_reasons": sorted(set(map(reason_name, shared["mask_reasons"])))}
@@ -150,12 +175,13 @@ def to_table(table_rows: Sequence[Row]) -> pa.Table:
 def row_nbytes(row: Row) -> int:
     """About the bytes that a row takes up in a table."""
     tensors = [row[name] for name in ("routed_experts", "sampling_mask") if row[name] is not None]
-    return len(row["token_ids"]) * _BYTES_PER_ID + sum(len(tensor["values"]) for tensor in tensors)
+    texts = sum(map(len, row["output_items"] or ())) + len(row["input"] or "")
+    return len(row["token_ids"]) * _BYTES_PER_ID + sum(len(tensor["values"]) for tensor in tensors) + texts
 
 
 def with_advantages(table: pa.Table, advantages: npt.NDArray[np.float64]) -> pa.Table:
-    """The same rows, each with its advantage."""
-    values = pa.array(advantages, type=SCHEMA.field("advantage").type)
+    """The same rows, each with its advantage; NaN: it has none."""
+    values = pa.array(advantages, type=SCHEMA.field("advantage").type, from_pandas=True)
     return table.set_column(SCHEMA.get_field_index("advantage"), SCHEMA.field("advantage"), values)
 
 
@@ -177,6 +203,8 @@ def check_schema(schema: pa.Schema) -> None:
         )
     for field in SCHEMA:
         index = schema.get_field_index(field.name)
+        if index < 0 and field.name in OPTIONAL:
+            continue
         if index < 0:
             raise RecordError(f"{lost}the table of trajectories has no column {field.name!r}", field=field.name)
         found = schema.field(index).type
@@ -215,7 +243,20 @@ def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
     return array.reshape(value["shape"])
 
 
-def _sequence(trajectory: Trajectory) -> Row:
+_Turns: TypeAlias = Mapping[str, tuple[str, int | None]]
+"""By call id: JSON of the output items, and which of them the generated ids belong to."""
+
+
+def _turns(snapshot: Snapshot) -> _Turns:
+    return {
+        entry.model_call_id: (row_json(entry.output_items).decode(), entry.token_item_index)
+        for entry in snapshot.entries
+        if entry.rollout_id == snapshot.rollout_id
+    }
+
+
+def _sequence(trajectory: Trajectory, turns: _Turns | None) -> Row:
+    own_turns = None if turns is None else [turns[call_id] for call_id in trajectory.call_ids]
     return {
         "trajectory_id": trajectory.trajectory_id,
         "is_main": trajectory.is_main,
@@ -230,6 +271,8 @@ def _sequence(trajectory: Trajectory) -> Row:
         "finish_reason": trajectory.finish_reason,
         "routed_experts": tensor_value(trajectory.routed_experts),
         "sampling_mask": tensor_value(trajectory.sampling_mask),
+        "output_items": None if own_turns is None else [items for items, _ in own_turns],
+        "token_item_indices": None if own_turns is None else [index for _, index in own_turns],
     }
 
 
@@ -245,6 +288,8 @@ def _nothing(rollout_id: str) -> Row:
         "finish_reason": None,
         "routed_experts": None,
         "sampling_mask": None,
+        "output_items": (),
+        "token_item_indices": (),
     }
 
 

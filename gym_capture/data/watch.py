@@ -1,9 +1,9 @@
 """Which rollout killed its worker, noted where the worker's end does not reach.
 
 Invariant: a death is charged to what that very process said it was at, and to nothing else; so a rollout that kills
-whoever builds it is found out although others share its task, and is given up after `MOST_DEATHS`.
+whoever builds it is found out although others share its task, and is given up after `parts.MOST_DEATHS`.
 
-Flow: a task says what it is at *before* it begins with it (`Post.enter`) -> if its process ends there, however that
+Flow: a task says what it is at *before* it begins with it (`RayPost.enter`) -> if its process ends there, however that
 came - the system or Ray took it for its memory, native code crashed, a node was lost - Ray runs the task again, whose
 first word shows that the one before was not the last -> that is one death of what the earlier process was at.
 """
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from typing import Any, Final
+from typing import Any
 
 import ray
 from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-MOST_DEATHS: Final = 3
 
 
 class Watch:
@@ -54,8 +52,8 @@ def start_watch() -> ActorHandle[Any]:
     return handle
 
 
-class Post:
-    """The process of one task, as the watch sees it."""
+class RayPost:
+    """The `parts.Post` of one task's process."""
 
     def __init__(self, watch: ActorHandle[Any]) -> None:
         self._watch = watch

@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from gym_capture.data.job import JobOptions as BuildJobOptions
-from gym_capture.data.job import SourceSpec, write_trajectories
+from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
+from gym_capture.data.sources import SourceSpec
 from gym_capture.demo.graph import private_ray, served_graph
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
+from gym_capture.operations import Clear
 from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
 from gym_capture.rollouts.harness import ToolLoopOptions, tool_loop
@@ -161,6 +163,11 @@ class _Run:
             mean_reward, _ = mean_and_std(_rewards(done))
             phase.note(f"{len(done)}/{total}, mean reward {mean_reward:.2f}")
 
+        state = connect(namespace=_NAMESPACE)
+
+        async def clear(rollout_id: str) -> None:
+            await state.write(Clear(rollout_id))
+
         phase.count(0, total)
         return asyncio.run(
             play_on_graph(
@@ -172,7 +179,7 @@ class _Run:
                 ),
                 harness=tool_loop(**loop),
                 settings={"environment": {"name": "register"}, "harness": {"name": "tool-loop", **loop}},
-                clear=connect(namespace=_NAMESPACE).clear,
+                clear=clear,
                 directory=self._directory,
                 on_row=on_row,
             )

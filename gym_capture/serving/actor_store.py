@@ -20,7 +20,7 @@ from gym_capture.serving.state_client import StateClient
 
 
 class ActorStore(StateClient):
-    """A `StateClient` that owns its actors. A `TokenSink`, a `TokenSource`, a `LineageStore`."""
+    """A `StateClient` that owns its actors. A `RecordStore` and a `LineageStore`."""
 
     def __init__(self, client: StateClient, *, namespace: str) -> None:
         super().__init__(client.shards)

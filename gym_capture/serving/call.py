@@ -5,17 +5,17 @@ after the record of the call is durable and visible to lineage - or after the ro
 failure never fails a call that has generated; a failure before generation costs no compute.
 
 Flow: `CallService.begin` (`call_service`) has registered the intent, rendered the prompt and started the engine ->
-`CallInFlight.events` streams -> `complete` commits -> `ModelReply`. `fail` ends it otherwise. Token arrays stay between
-the engine and the state actors.
+`CallInFlight.events` streams -> `complete` commits, through the sink that its `Capture` holds -> `ModelReply`. `fail`
+ends it otherwise. Token arrays stay between the engine and the state actors.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -23,45 +23,12 @@ from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
 from gym_capture.conversation import AssistantTurn
 from gym_capture.echoes import echoes
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
-from gym_capture.errors import (
-    EngineError,
-    EngineOverloadedError,
-    GymCaptureError,
-    RecordError,
-    StoreError,
-)
-from gym_capture.fingerprint import Fingerprint
+from gym_capture.errors import EngineError, EngineOverloadedError, RecordError
 from gym_capture.output_items import output_items
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.reasons import CaptureMark, NotSplicedReason, join_reason
-from gym_capture.records import (
-    CallIntent,
-    Continues,
-    IdArray,
-    Parent,
-    Snapshot,
-    TokenEntry,
-    Unresolved,
-    digest_ids,
-)
-from gym_capture.serving.state import Begun
-from gym_capture.serving.stats import ShardStats
-
-logger = logging.getLogger(__name__)
-
-
-class CallState(Protocol):
-    """What a call needs of the state actors."""
-
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun: ...
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None: ...
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None: ...
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None: ...
-    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
-    async def freeze(self, rollout_id: str) -> Snapshot: ...
-    async def stats(self) -> ShardStats: ...
+from gym_capture.reasons import NotSplicedReason
+from gym_capture.records import Continues, IdArray, Parent, TokenEntry, Unresolved, digest_ids
+from gym_capture.serving.capture import Capture, Tracked
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,18 +41,6 @@ class Prompt:
     """Why a resolved parent's ids were not supplied."""
     turn_start: int | None = None
     """Where in `ids` the generation prompt begins, where an engine wants to know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tracked:
-    """What a call of a rollout carries besides its request."""
-
-    rollout_id: str
-    epoch: int
-    fingerprint: Fingerprint
-    may_be_retry: bool
-    rules: tuple[str, ...]
-    """Names of the rules that fired on the request."""
 
 
 class CallInFlight:
@@ -102,8 +57,7 @@ class CallInFlight:
         generation: Generation,
         max_tokens: int,
         engine: Engine,
-        tracked: Tracked | None,
-        state: CallState | None,
+        capture: Capture,
         clock: Callable[[], float],
     ) -> None:
         self.call_id = call_id
@@ -112,8 +66,7 @@ class CallInFlight:
         self._generation = generation
         self._max_tokens = max_tokens
         self._engine = engine
-        self._tracked = tracked
-        self._state = state
+        self._capture = capture
         self._clock = clock
         self._chunks: list[GenerationChunk] = []
         self._turn = TurnBuilder()
@@ -174,48 +127,21 @@ class CallInFlight:
     async def fail(self) -> None:
         """Ends a call that was cut off: by its client, or by the engine. What was generated is recorded as aborted."""
         await self._generation.chunks.aclose()
-        if self._tracked is None or self._state is None:
-            return
         if self._chunks:
             await self._commit("abort", self._turn.turn())
         else:
-            await abandon(self._state, self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
+            await self._capture.abandon()
 
     async def settle(self, *, delivered: bool) -> None:
-        """Records whether a client got the whole reply, where that decides which of several replies counts."""
-        if self._tracked is None or self._state is None or (delivered and not self._tracked.may_be_retry):
-            return
-        mark = self._state.mark_delivered if delivered else self._state.mark_undelivered
-        try:
-            await mark(self._tracked.rollout_id, self.call_id, epoch=self._tracked.epoch)
-        except StoreError as error:
-            # Silence proves nothing: if the request was repeated, its rollout is masked.
-            logger.warning("could not record whether a reply was delivered: %s", error)
+        """Says whether a client got the whole reply."""
+        await self._capture.settle(delivered=delivered)
 
     async def _commit(self, finish_reason: str, turn: AssistantTurn) -> None:
-        if self._tracked is None or self._state is None:
-            return
         if self._committing is None:
             # A task of its own: cancelling whoever waits for it must not leave a record half written.
-            self._committing = asyncio.ensure_future(self._put(finish_reason, turn, self._tracked, self._state))
+            recording = self._capture.record(partial(self._entry, finish_reason, turn))
+            self._committing = asyncio.ensure_future(recording)
         await asyncio.shield(self._committing)
-
-    async def _put(self, finish_reason: str, turn: AssistantTurn, tracked: Tracked, state: CallState) -> None:
-        try:
-            await state.put(self._entry(finish_reason, turn, tracked), epoch=tracked.epoch)
-        except (RecordError, StoreError) as error:
-            # Best effort, by design: the reply is served, the rollout is masked.
-            await self._capture_failed(error, tracked)
-
-    async def _capture_failed(self, error: GymCaptureError, tracked: Tracked) -> None:
-        logger.error("capture failed: %s (rollout %s, call %s)", error.message, tracked.rollout_id, self.call_id)
-        assert self._state is not None
-        mark = join_reason(CaptureMark.CAPTURE_FAILED, self.call_id)
-        try:
-            await self._state.mark_incomplete(tracked.rollout_id, mark, epoch=tracked.epoch)
-        except StoreError as second:
-            # The intent stays open in the store, which makes the snapshot incomplete by itself.
-            logger.error("could not mark the rollout incomplete: %s", second)
 
     def _sampling(self) -> Mapping[str, Any]:
         """The parameters in force. A limit that nobody asked for is only the room that was left in the context."""
@@ -273,14 +199,6 @@ class CallInFlight:
             routed_experts=last.routed_experts,
             created_at=self._clock(),
         )
-
-
-async def abandon(state: CallState, rollout_id: str, call_id: str, *, epoch: int) -> None:
-    """Closes the intent of a call without a record; if even that fails, the open intent masks the rollout."""
-    try:
-        await state.abandon_call(rollout_id, call_id, epoch=epoch)
-    except StoreError as error:
-        logger.warning("could not close the intent of a call that ended without a record: %s", error)
 
 
 def _starts_with(ids: IdArray, prefix: IdArray) -> bool:

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from gym_capture.calls import ModelRequest
 from gym_capture.conversation import AssistantTurn
@@ -36,9 +36,10 @@ from gym_capture.records import (
     Snapshot,
     check_rollout_id,
 )
-from gym_capture.serving.call import CallInFlight, CallState, Prompt, Tracked, abandon
-from gym_capture.serving.state import Begun
+from gym_capture.serving.call import CallInFlight, Prompt
+from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
 from gym_capture.serving.stats import ShardStats
+from gym_capture.sinks import BegunCall
 from gym_capture.splice import Spliced, full_prompt, splice
 from gym_capture.turn_start import turn_start
 
@@ -66,6 +67,18 @@ class _Sessions:
         while len(self._kept) > self._limit or (self._size > _SESSION_CHARACTERS and len(self._kept) > 1):
             _, (_, forgotten) = self._kept.popitem(last=False)
             self._size -= forgotten
+
+
+class CallState(Protocol):
+    """What model calls need of the state actors."""
+
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> BegunCall:
+        """Makes the intent durable and resolves what the call continues: one round trip."""
+        ...
+
+    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
+    async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def stats(self) -> ShardStats: ...
 
 
 class CallService:
@@ -101,7 +114,7 @@ class CallService:
         adapted = self._engine.template.adapt(request.conversation)
         sampling = {**request.sampling, **self._pin}
         request = replace(request, conversation=adapted.conversation, sampling=sampling)
-        tracked: Tracked | None = None
+        capture: Capture = Untracked()
         resolution: Resolution = Root()
         if rollout_id is not None and self._state is not None:
             fingerprint = self._fingerprint(rollout_id, request)
@@ -118,16 +131,14 @@ class CallService:
             begun = await self._register(self._state, intent, fingerprint)
             resolution = begun.resolution
             rules = (*fingerprint.normalized, *adapted.rules, *_found_by(resolution, fingerprint))
-            tracked = Tracked(rollout_id, begun.epoch, fingerprint, begun.may_be_retry, rules)
+            capture = Tracked(begun.sink, call_id, fingerprint, begun.may_be_retry, rules)
+            self._sessions.keep(rollout_id, fingerprint, size=_text_size(request))
         try:
             prompt = await self._rendered(request, resolution)
             generation, max_tokens = self._generate(request, prompt, call_id)
         except BaseException:
-            if tracked is not None and self._state is not None:
-                await abandon(self._state, tracked.rollout_id, call_id, epoch=tracked.epoch)
+            await capture.abandon()
             raise
-        if tracked is not None:
-            self._sessions.keep(tracked.rollout_id, tracked.fingerprint, size=_text_size(request))
         return CallInFlight(
             call_id=call_id,
             request=request,
@@ -135,8 +146,7 @@ class CallService:
             generation=generation,
             max_tokens=max_tokens,
             engine=self._engine,
-            tracked=tracked,
-            state=self._state,
+            capture=capture,
             clock=self._clock,
         )
 
@@ -174,14 +184,14 @@ class CallService:
     async def _rendered(self, request: ModelRequest, resolution: Resolution) -> Prompt:
         return await asyncio.get_running_loop().run_in_executor(self._renderer, self._opened, request, resolution)
 
-    async def _register(self, state: CallState, intent: CallIntent, fingerprint: Fingerprint) -> Begun:
+    async def _register(self, state: CallState, intent: CallIntent, fingerprint: Fingerprint) -> BegunCall:
         """Begins the call; a client that leaves meanwhile leaves no open intent, which would mask its rollout."""
         registering = asyncio.ensure_future(state.begin(intent, fingerprint.turn_keys, fingerprint.asked_keys))
         try:
             return await asyncio.shield(registering)
         except asyncio.CancelledError:
             begun = await registering
-            await abandon(state, intent.rollout_id, intent.model_call_id, epoch=begun.epoch)
+            await abandon(begun.sink, intent.model_call_id)
             raise
 
     def _fingerprint(self, rollout_id: str, request: ModelRequest) -> Fingerprint:

@@ -19,13 +19,12 @@ from gym_capture.cluster.replies import answer
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
-from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, Begun, StateShard
+from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, StateShard
 from gym_capture.serving.stats import ShardStats
 
 __all__ = [
     "LINEAGE_BYTES",
     "WAITING_BYTES",
-    "Begun",
     "ShardStats",
     "StateClient",
     "StateShard",

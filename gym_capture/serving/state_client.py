@@ -13,79 +13,59 @@ import asyncio
 import zlib
 from collections.abc import Sequence
 from contextvars import Context
-from typing import Any, Final, TypeAlias, cast
+from typing import Any, Final, cast
 
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from gym_capture.codec import decode_snapshot, encode_delta
+from gym_capture.codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
+from gym_capture.operations import Operation
 from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
-from gym_capture.serving.state_shard import Begun
+from gym_capture.records import CallIntent, Snapshot
+from gym_capture.serving.state_messages import BeginCall, Begun, Request, Resolve, packed
 from gym_capture.serving.stats import ShardStats, total
+from gym_capture.sinks import BegunCall, TokenSink
 
-_Call: TypeAlias = tuple[str, tuple[object, ...]]
-"""Method and arguments."""
 ANSWER_WITHIN_S: Final = 60.0
 """Ray notices after 15 s that a node is lost; then a shard of it starts elsewhere and reads its log back."""
 _BATCHES_IN_FLIGHT: Final = 2
 _PART_BYTES: Final = 80_000
 """Ray sends an argument of less than 100 KiB along with its call; a larger one takes the way over the object store,
 which costs both sides as much processor time as the rest of the call. So a batch is several arguments."""
-_BYTES_OF_A_CALL: Final = 1_000
+_BYTES_OF_A_REQUEST: Final = 1_000
 """At most, about, beside its records and keys."""
 
 
 class StateClient:
-    """Reaches the shard of a rollout. One object for all rollouts; a `TokenSink`, a `TokenSource`, a `LineageStore`."""
+    """Reaches the shard of a rollout. One object for all rollouts; a `RecordStore` and a `LineageStore`."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
         self.shards = tuple(shards)
-        self._lanes = [_Lane(shard) for shard in self.shards]
+        self._outboxes = [_Outbox(shard) for shard in self.shards]
 
     def _index(self, rollout_id: str) -> int:
         return zlib.crc32(rollout_id.encode()) % len(self.shards)
 
-    def _shard(self, rollout_id: str) -> ActorHandle[Any]:
-        return self.shards[self._index(rollout_id)]
+    async def _send(self, rollout_id: str, request: Request) -> object:
+        return await self._outboxes[self._index(rollout_id)].send(request, rollout_id)
 
-    async def _batched(self, rollout_id: str, method: str, *args: object) -> object:
-        return await self._lanes[self._index(rollout_id)].call(method, args, rollout_id)
-
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
-        keys = tuple(turn_keys), tuple(asked_keys)
-        return cast(Begun, await self._batched(intent.rollout_id, "begin", intent, *keys))
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> BegunCall:
+        """Begins a call and resolves what it continues, in one round trip."""
+        request = BeginCall(intent, tuple(turn_keys), tuple(asked_keys))
+        begun = cast(Begun, await self._send(intent.rollout_id, request))
+        sink = TokenSink(self, intent.rollout_id, begun.epoch)
+        return BegunCall(sink, begun.resolution, begun.may_be_retry)
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
-        return cast(Resolution, await self._batched(rollout_id, "resolve", rollout_id, tuple(turn_keys)))
+        return cast(Resolution, await self._send(rollout_id, Resolve(rollout_id, tuple(turn_keys))))
 
-    async def begin_call(self, intent: CallIntent) -> int:
-        return (await self.begin(intent, ())).epoch
-
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._batched(entry.rollout_id, "put", encode_delta(entry), epoch)
-
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._batched(rollout_id, "abandon_call", rollout_id, call_id, epoch)
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
-        await self._batched(rollout_id, "mark_incomplete", rollout_id, reason, epoch)
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._batched(rollout_id, "mark_delivered", rollout_id, call_id, epoch)
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._batched(rollout_id, "mark_undelivered", rollout_id, call_id, epoch)
+    async def write(self, operation: Operation) -> int:
+        return cast(int, await self._send(operation.rollout_id, packed(operation)))
 
     async def freeze(self, rollout_id: str) -> Snapshot:
-        return decode_snapshot(cast(bytes, await _ask(self._shard(rollout_id).freeze, rollout_id, about=rollout_id)))
-
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await _ask(self._shard(rollout_id).drop, rollout_id, snapshot_id, version, about=rollout_id)
-
-    async def clear(self, rollout_id: str) -> None:
-        await _ask(self._shard(rollout_id).clear, rollout_id, about=rollout_id)
+        shard = self.shards[self._index(rollout_id)]
+        return decode_snapshot(cast(bytes, await _ask(shard.freeze, rollout_id, about=rollout_id)))
 
     async def rollout_ids(self) -> Sequence[str]:
         answers = await asyncio.gather(*(_ask(shard.rollout_ids) for shard in self.shards))
@@ -99,8 +79,8 @@ class StateClient:
         """The actors stay: they belong to the cluster."""
 
 
-class _Lane:
-    """Calls of one process to one shard: what comes up while others are under way leaves together.
+class _Outbox:
+    """Requests of one process to one shard: what comes up while others are under way leaves together.
 
     An actor call costs about a millisecond of processor time on both sides, whatever it carries; under load that is
     most of what capture costs. Alone, a call leaves at once.
@@ -108,14 +88,14 @@ class _Lane:
 
     def __init__(self, shard: ActorHandle[Any]) -> None:
         self._shard = shard
-        self._waiting: list[tuple[str, tuple[object, ...], asyncio.Future[object]]] = []
-        self._flying: set[asyncio.Task[None]] = set()
+        self._waiting: list[tuple[Request, asyncio.Future[object]]] = []
+        self._sending: set[asyncio.Task[None]] = set()
 
-    async def call(self, method: str, args: tuple[object, ...], rollout_id: str) -> object:
+    async def send(self, request: Request, rollout_id: str) -> object:
         answer: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._waiting.append((method, args, answer))
-        if len(self._flying) < _BATCHES_IN_FLIGHT:
-            self._send()
+        self._waiting.append((request, answer))
+        if len(self._sending) < _BATCHES_IN_FLIGHT:
+            self._start()
         result = await answer
         if isinstance(result, GymCaptureError):
             if result.rollout_id is None:
@@ -123,54 +103,54 @@ class _Lane:
             raise result
         return result
 
-    def _send(self) -> None:
+    def _start(self) -> None:
         # In no request's context: Ray would take the batch for a part of the request that happened to be there, and
         # when its client leaves, cancel it, with all that it carries of others.
-        task = asyncio.get_running_loop().create_task(self._fly(), context=Context())
-        self._flying.add(task)
-        task.add_done_callback(self._landed)
+        task = asyncio.get_running_loop().create_task(self._send_batch(), context=Context())
+        self._sending.add(task)
+        task.add_done_callback(self._ended)
 
-    def _landed(self, task: asyncio.Task[None]) -> None:
-        self._flying.discard(task)
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._sending.discard(task)
         if self._waiting:
-            self._send()
+            self._start()
 
-    async def _fly(self) -> None:
+    async def _send_batch(self) -> None:
         # A task begins in the next turn of the loop: whatever was ready in the turn that made it comes along.
         batch, self._waiting = self._waiting, []
         if not batch:
             return
         answers: Sequence[object]
         try:
-            answers = await _ask(self._shard.batch, *_parts([(method, args) for method, args, _ in batch]))
+            answers = await _ask(self._shard.batch, *_parts([request for request, _ in batch]))
         except GymCaptureError as error:
             answers = [StoreUnavailableError(error.message) for _ in batch]
-        for (_, _, future), answer in zip(batch, answers, strict=True):
+        for (_, future), answer in zip(batch, answers, strict=True):
             if not future.done():  # else its caller has been cancelled
                 future.set_result(answer)
 
 
-def _parts(calls: Sequence[_Call]) -> list[list[_Call]]:
-    """The calls, in order, in parts that are small enough; a call that is larger alone is a part of its own."""
-    parts: list[list[_Call]] = []
+def _parts(requests: Sequence[Request]) -> list[list[Request]]:
+    """The requests, in order, in parts that are small enough; one that is larger alone is a part of its own."""
+    parts: list[list[Request]] = []
     room = 0
-    for call in calls:
-        size = _BYTES_OF_A_CALL + sum(_size_bytes(arg) for arg in call[1])
+    for request in requests:
+        size = _BYTES_OF_A_REQUEST + _size_bytes(request)
         if size > room:
             parts.append([])
             room = _PART_BYTES
-        parts[-1].append(call)
+        parts[-1].append(request)
         room -= size
     return parts
 
 
-def _size_bytes(arg: object) -> int:
-    """About what an argument takes up when it travels: records and keys are what can be large."""
-    match arg:
+def _size_bytes(sent: object) -> int:
+    """About what something takes up when it travels: records and keys are what can be large."""
+    match sent:
         case bytes() | str():
-            return len(arg)
+            return len(sent)
         case tuple():
-            return sum(map(_size_bytes, arg))
+            return sum(map(_size_bytes, sent))
         case _:
             return 0
 

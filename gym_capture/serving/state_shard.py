@@ -1,14 +1,14 @@
-"""A state actor: token sink, token source and lineage of its share of the rollouts.
+"""A state actor: the store and the lineage of its share of the rollouts.
 
-Invariant: a `put` is acknowledged only when it is durable in the shard's store *and* its lineage would find it, so a
+Invariant: a `Commit` is acknowledged only when it is durable in the shard's store *and* its lineage would find it, so a
 `resolve` from any replica that starts after the acknowledgement sees it. An actor that restarts opens its store before
-it answers anything. Sink and lineage live in one actor on purpose: one round trip registers a call's intent and
-resolves its parent, one commits it, and there is no moment at which the sink has a record that lineage lacks.
+it answers anything. Store and lineage live in one actor on purpose: one round trip registers a call's intent and
+resolves its parent, one commits it, and there is no moment at which the store has a record that lineage lacks.
 
-Flow: a client's `batch` -> `begin` -> `put` -> ... `freeze` -> `drop`. The puts of a batch take one way together, since
-there are as many as the cluster generates calls: each record is decoded once, for store and lineage, and all wait for
-one answer of the store. Puts that wait for a slow disk are bounded by turning new calls away, before they cost any
-compute; a call that has generated is always taken.
+Flow: a client's `batch` -> `BeginCall` -> `Commit` -> ... `freeze` -> `Drop`. The commits of a batch take one way
+together, since there are as many as the cluster generates calls: each record is decoded once, for store and lineage,
+and all wait for one answer of the store. Records that wait for a slow disk are bounded by turning new calls away,
+before they cost any compute; a call that has generated is always taken.
 """
 
 from __future__ import annotations
@@ -20,36 +20,28 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
-from gym_capture.codec import decode_entry, encode_snapshot
-from gym_capture.errors import GymCaptureError, StaleSnapshotError, StoreError, StoreOverloadedError
+from gym_capture.codec import encode_snapshot
+from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage_cache import LineageCache
-from gym_capture.protocols import EncodedPut, Resolution
+from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.protocols import RecordStore
 from gym_capture.reasons import lineage_mark
-from gym_capture.records import CallIntent
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
+from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.base import EncodedStore, MeasuredStore, RecordStore, StoreFactory
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
 
 logger = logging.getLogger(__name__)
 
 LINEAGE_BYTES: Final = 512 << 20
 WAITING_BYTES: Final = 256 << 20
 _LOOK_FOR_IDLE_EVERY_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """Answer to `begin`: the epoch that the call's writes carry, and what it continues."""
-
-    epoch: int
-    resolution: Resolution
-    may_be_retry: bool = False
-    """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
 
 
 class StateShard:
@@ -110,6 +102,7 @@ class StateShard:
                         IdleTimes(live),
                         self._tally,
                         metrics,
+                        self._waiting_bytes,
                         encoded=store if isinstance(store, EncodedStore) else None,
                         measured=store if isinstance(store, MeasuredStore) else None,
                     )
@@ -148,91 +141,29 @@ class StateShard:
             "max_idle_s": self._max_idle_s,
         }
 
-    async def batch(self, *parts: Sequence[tuple[str, tuple[Any, ...]]]) -> list[object]:
-        """Runs puts, and calls of the methods below, at the same time, so that one group commit covers them.
+    async def batch(self, *parts: Sequence[Request]) -> list[object]:
+        """Answers requests at the same time, so that one group commit covers them.
 
         An answer, or the error, for each: callers in other places share a batch, and one must not hear of another's
         fault. It comes in parts for the sake of how Ray ships arguments (`state_client`).
         """
         hosted = await self._opened()
-        calls = [call for part in parts for call in part]
-        puts = [args for method, args in calls if method == "put"]
-        others = [call for call in calls if call[0] != "put"]
+        requests = [request for part in parts for request in part]
+        commits = [request for request in requests if isinstance(request, CommitBytes)]
+        others = [request for request in requests if not isinstance(request, CommitBytes)]
         if not others:
-            return await hosted.put_all(puts)
-        put_answers, other_answers = await asyncio.gather(
-            hosted.put_all(puts),
-            asyncio.gather(*(_answer(method, self._call, method, args) for method, args in others)),
+            return await hosted.commit_all(commits)
+        of_commits, of_others = await asyncio.gather(
+            hosted.commit_all(commits), asyncio.gather(*(_answer(hosted.answer, request) for request in others))
         )
-        of_puts, of_others = iter(put_answers), iter(other_answers)
-        return [next(of_puts if method == "put" else of_others) for method, _ in calls]
-
-    async def _call(self, method: str, args: tuple[Any, ...]) -> object:
-        return await _BATCHED[method](self, *args)
-
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Begun:
-        hosted = await self._opened()
-        if self._tally.waiting_bytes > self._waiting_bytes:
-            self._tally.counts["begins_refused"] += 1
-            raise StoreOverloadedError(
-                f"{self._tally.waiting_puts} records wait for the disk; try again later",
-                rollout_id=intent.rollout_id,
-                call_id=intent.model_call_id,
-            )
-        epoch = await hosted.store.begin_call(intent)
-        hosted.idle.wrote(intent.rollout_id)
-        try:
-            resolution, may_be_retry = await hosted.lineage.begin(intent, turn_keys, asked_keys)
-        except StoreError:
-            # The caller is told that its call has not begun, so its intent must not be missed.
-            await hosted.store.abandon_call(intent.rollout_id, intent.model_call_id, epoch=epoch)
-            raise
-        self._tally.begun(resolution)
-        return Begun(epoch, resolution, may_be_retry)
-
-    async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
-        """`begin` without an intent: for a request that is only measured."""
-        hosted = await self._opened()
-        hosted.idle.read(rollout_id)
-        resolution, _ = await hosted.lineage.resolve(rollout_id, turn_keys)
-        return resolution
-
-    async def abandon_call(self, rollout_id: str, call_id: str, epoch: int) -> None:
-        hosted = await self._opened()
-        await hosted.store.abandon_call(rollout_id, call_id, epoch=epoch)
-        hosted.lineage.end(rollout_id, call_id)
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
-        await (await self._opened()).mark_incomplete(rollout_id, reason, epoch)
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
-        hosted = await self._opened()
-        await hosted.store.mark_delivered(rollout_id, call_id, epoch=epoch)
-        await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=True)
-        self._tally.counts["delivered_marks"] += 1
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, epoch: int) -> None:
-        hosted = await self._opened()
-        await hosted.store.mark_undelivered(rollout_id, call_id, epoch=epoch)
-        await hosted.lineage.mark_delivery(rollout_id, call_id, delivered=False)
-        self._tally.counts["undelivered_marks"] += 1
+        answers = iter(of_commits), iter(of_others)
+        return [next(answers[not isinstance(request, CommitBytes)]) for request in requests]
 
     async def freeze(self, rollout_id: str) -> bytes:
         self._tally.counts["freezes"] += 1
         hosted = await self._opened()
         hosted.idle.read(rollout_id)
         return await hosted.freeze(rollout_id)
-
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        hosted = await self._opened()
-        await hosted.store.drop(rollout_id, snapshot_id, version)
-        hosted.forget(rollout_id)
-        self._tally.counts["drops"] += 1
-
-    async def clear(self, rollout_id: str) -> None:
-        hosted = await self._opened()
-        await hosted.store.clear(rollout_id)
-        hosted.forget(rollout_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).store.rollout_ids()
@@ -247,7 +178,7 @@ class StateShard:
         for rollout_id in hosted.idle.idle(max_idle_s):
             snapshot = await hosted.store.freeze(rollout_id)
             try:
-                await hosted.store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)
+                await hosted.store.write(Drop(rollout_id, snapshot.snapshot_id, snapshot.version))
             except StaleSnapshotError:
                 continue
             hosted.forget(rollout_id)
@@ -275,33 +206,23 @@ class StateShard:
                 logger.error("idle rollouts cannot be retired: %s", error)
 
 
-# "put" stands beside these: `_Hosted.put_all`.
-_BATCHED: Final[Mapping[str, Callable[..., Awaitable[object]]]] = {
-    "begin": StateShard.begin,
-    "resolve": StateShard.resolve,
-    "abandon_call": StateShard.abandon_call,
-    "mark_incomplete": StateShard.mark_incomplete,
-    "mark_delivered": StateShard.mark_delivered,
-    "mark_undelivered": StateShard.mark_undelivered,
-}
-
-
-async def _answer(method: str, work: Callable[..., Awaitable[object]], *args: object) -> object:
+async def _answer(work: Callable[..., Awaitable[object]], request: object) -> object:
     """What one caller is told: the answer, or the error."""
     try:
-        return await work(*args)
+        return await work(request)
     except GymCaptureError as error:
         return error
     except Exception as error:  # the boundary between callers: one's may be of a kind that does not even travel
-        logger.error("%s failed", method, exc_info=error)
-        return StoreError(f"the state actor failed in {method}: {error!r}")
+        name = type(request).__name__
+        logger.error("%s failed", name, exc_info=error)
+        return StoreError(f"the state actor failed in {name}: {error!r}")
 
 
 @dataclass(frozen=True, slots=True)
 class _Hosted:
-    """An open store and the lineage over it.
+    """An open store and the lineage over it: what requests are answered from.
 
-    Puts are taken here and not in the actor's class, of which Ray wraps every method, private ones included.
+    They are answered here and not in the actor's class, of which Ray wraps every method, private ones included.
     """
 
     store: RecordStore
@@ -309,60 +230,112 @@ class _Hosted:
     idle: IdleTimes
     tally: Tally
     metrics: ShardMetrics | None
+    max_waiting_bytes: int
+    """While records of this size wait to become durable, no call begins."""
     encoded: EncodedStore | None
     """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
     measured: MeasuredStore | None
     """The store, if it says how its log is doing."""
 
-    async def put_all(self, calls: Sequence[tuple[Any, ...]]) -> list[object]:
-        """Puts, each `(data, epoch)`, as if each came alone: the answer to each, or its error, in its place."""
+    async def answer(self, request: Request) -> object:
+        """Answers anything but a `CommitBytes`, of which many are answered together (`commit_all`)."""
+        match request:
+            case BeginCall():
+                return await self.begin(request)
+            case Resolve(rollout_id, turn_keys):
+                self.idle.read(rollout_id)
+                resolution, _ = await self.lineage.resolve(rollout_id, turn_keys)
+                return resolution
+            case Begin(intent):
+                return (await self.begin(BeginCall(intent))).epoch
+            case CommitBytes() | Commit():
+                raise RecordError("a record travels as bytes, to `commit_all`", field="entry")
+            case _:
+                return await self.write(request)
+
+    async def begin(self, request: BeginCall) -> Begun:
+        intent, turn_keys, asked_keys = request
+        if self.tally.waiting_bytes > self.max_waiting_bytes:
+            self.tally.counts["begins_refused"] += 1
+            raise StoreOverloadedError(
+                f"{self.tally.waiting_puts} records wait for the disk; try again later",
+                rollout_id=intent.rollout_id,
+                call_id=intent.model_call_id,
+            )
+        epoch = await self.store.write(Begin(intent))
+        self.idle.wrote(intent.rollout_id)
+        try:
+            resolution, may_be_retry = await self.lineage.begin(intent, turn_keys, asked_keys)
+        except StoreError:
+            # The caller is told that its call has not begun, so its intent must not be missed.
+            await self.store.write(Abandon(intent.rollout_id, intent.model_call_id, epoch=epoch))
+            raise
+        self.tally.begun(resolution)
+        return Begun(epoch, resolution, may_be_retry)
+
+    async def write(self, operation: Operation) -> int:
+        """Makes it durable, then lets lineage and the counts know of it."""
+        epoch = await self.store.write(operation)
+        match operation:
+            case Abandon(rollout_id, call_id):
+                self.lineage.end(rollout_id, call_id)
+            case MarkIncomplete(rollout_id, reason):
+                self.idle.wrote(rollout_id)
+                self.tally.marked_incomplete(reason)
+            case MarkDelivery(rollout_id, call_id):
+                await self.lineage.mark_delivery(rollout_id, call_id, delivered=operation.delivered)
+                self.tally.counts["delivered_marks" if operation.delivered else "undelivered_marks"] += 1
+            case Drop(rollout_id):
+                self.forget(rollout_id)
+                self.tally.counts["drops"] += 1
+            case Clear(rollout_id):
+                self.forget(rollout_id)
+        return epoch
+
+    async def commit_all(self, sent: Sequence[CommitBytes]) -> list[object]:
+        """Commits, as if each came alone: the answer to each, or its error, in its place."""
         began = time.perf_counter()
-        arrived = [await _answer("put", _decoded, *args) for args in calls]
-        puts = [each for each in arrived if isinstance(each, EncodedPut)]
-        size_bytes = sum(len(put.data) for put in puts)
-        self.tally.waiting_puts += len(puts)
+        arrived = [await _answer(_unpacked, each) for each in sent]
+        commits = [each for each in arrived if isinstance(each, Commit)]
+        size_bytes = sum(map(_size_bytes, commits))
+        self.tally.waiting_puts += len(commits)
         self.tally.waiting_bytes += size_bytes
         try:
-            stored = iter(await self._store_all(puts))
+            stored = iter(await self._store_all(commits))
         finally:
-            self.tally.waiting_puts -= len(puts)
+            self.tally.waiting_puts -= len(commits)
             self.tally.waiting_bytes -= size_bytes
         took_s = time.perf_counter() - began
         answers = []
         for each in arrived:
-            error = next(stored) if isinstance(each, EncodedPut) else each
-            if error is not None:
+            answer = next(stored) if isinstance(each, Commit) else each
+            if isinstance(each, Commit) and isinstance(answer, int):
+                not_shown = await _answer(partial(self._show, took_s=took_s), each)
+                answers.append(answer if not_shown is None else not_shown)
+            else:
                 self.tally.counts["put_failures"] += 1
-            answers.append(error or await _answer("put", self._show, each, took_s))
+                answers.append(answer)
         return answers
 
-    async def _store_all(self, puts: Sequence[EncodedPut]) -> Sequence[object]:
-        """To each, in its place: None when it is durable, or why it is not."""
-        if not puts:
+    async def _store_all(self, commits: Sequence[Commit]) -> Sequence[object]:
+        """To each, in its place: its epoch when it is durable, or why it is not."""
+        if not commits:
             return []
         if self.encoded is None:
-            return await asyncio.gather(*(_answer("put", self._store, put) for put in puts))
-        found = await _answer("put", self.encoded.put_many, puts)
-        return [copy(found) for _ in puts] if isinstance(found, GymCaptureError) else cast(Sequence[object], found)
+            return await asyncio.gather(*(_answer(self.store.write, commit) for commit in commits))
+        found = await _answer(self.encoded.write_many, commits)
+        return [copy(found) for _ in commits] if isinstance(found, GymCaptureError) else cast(Sequence[object], found)
 
-    async def _store(self, put: EncodedPut) -> None:
-        await self.store.put(put.entry, epoch=put.epoch)
-
-    async def _show(self, put: EncodedPut, took_s: float) -> None:
+    async def _show(self, commit: Commit, *, took_s: float) -> None:
         """Lets lineage find a record that is durable."""
-        entry = put.entry
+        entry = commit.entry
         self.idle.wrote(entry.rollout_id)
-        self.tally.put(entry, size_bytes=len(put.data), took_s=took_s)
+        self.tally.put(entry, size_bytes=_size_bytes(commit), took_s=took_s)
         if self.metrics is not None:
             self.metrics.observe_put(took_s)
         for problem in await self.lineage.add(entry):
             reason = lineage_mark(problem.reason, entry.model_call_id)
-            await self.mark_incomplete(entry.rollout_id, reason, put.epoch)
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, epoch: int) -> None:
-        await self.store.mark_incomplete(rollout_id, reason, epoch=epoch)
-        self.idle.wrote(rollout_id)
-        self.tally.marked_incomplete(reason)
+            await self.write(MarkIncomplete(entry.rollout_id, reason, epoch=commit.epoch))
 
     def forget(self, rollout_id: str) -> None:
         """Nothing is recorded of it any more."""
@@ -375,8 +348,12 @@ class _Hosted:
         return encode_snapshot(await self.store.freeze(rollout_id))
 
 
-async def _decoded(data: bytes, epoch: int) -> EncodedPut:
-    return EncodedPut(decode_entry(data), data, epoch)
+async def _unpacked(sent: CommitBytes) -> Commit:
+    return unpacked(sent)
+
+
+def _size_bytes(commit: Commit) -> int:
+    return len(commit.encoded or b"")
 
 
 async def _publish(metrics: ShardMetrics, hosted: _Hosted) -> None:

@@ -12,15 +12,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from gym_capture.errors import GymCaptureError
 from gym_capture.imports import load
-from gym_capture.protocols import EncodedPut, TokenSink, TokenSource
-
-
-class RecordStore(TokenSink, TokenSource, Protocol):
-    """What every store is: records written through it are read back through it, also after a restart."""
+from gym_capture.operations import Operation
+from gym_capture.protocols import RecordStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,11 @@ class StoreFactory:
 
 
 class EncodedStore(ABC):
-    """A store that takes and gives records as the bytes in which they travel: then nothing is encoded twice."""
+    """A store that takes what arrived together together, and gives records as the bytes in which they travel."""
 
     @abstractmethod
-    async def put_many(self, puts: Sequence[EncodedPut]) -> Sequence[GymCaptureError | None]:
-        """`put` on behalf of many callers. To each, in its place: None when it is durable, or why it is not."""
+    async def write_many(self, operations: Sequence[Operation]) -> Sequence[int | GymCaptureError]:
+        """`write` on behalf of many callers: one wait for all. To each, in its place, the answer or the error."""
 
     @abstractmethod
     async def freeze_encoded(self, rollout_id: str) -> bytes:

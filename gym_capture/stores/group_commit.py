@@ -60,9 +60,9 @@ class Ledger(Protocol):
 
 @dataclass(slots=True)
 class _Batch:
-    """Decided writes, and which rollouts and calls they are about."""
+    """Decided writes with their events and answers, and which rollouts and calls they are about."""
 
-    writes: list[tuple[_Queued, Event, StoreError | None]] = field(default_factory=list)
+    writes: list[tuple[_Queued, Event, int | StoreError]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     size_bytes: int = 0
     _rollouts: set[str] = field(default_factory=set)
@@ -73,10 +73,10 @@ class _Batch:
             return write.rollout_id in self._rollouts
         return (write.rollout_id, write.subject) in self._subjects or (write.rollout_id, None) in self._subjects
 
-    def add(self, queued: _Queued, event: Event, error: StoreError | None) -> None:
+    def add(self, queued: _Queued, event: Event, answer: int | StoreError) -> None:
         write = queued.write
         draft = draft_of(write.rollout_id, event, write.encoded)
-        self.writes.append((queued, event, error))
+        self.writes.append((queued, event, answer))
         self.drafts.append(draft)
         self.size_bytes += frame_size(draft)
         self._rollouts.add(write.rollout_id)
@@ -87,12 +87,12 @@ class _Batch:
 class _Submission:
     """Writes that were submitted together, and are answered when all of them are settled."""
 
-    answers: list[GymCaptureError | None]
+    answers: list[int | GymCaptureError]
     unsettled: int
-    answer: asyncio.Future[list[GymCaptureError | None]]
+    answer: asyncio.Future[list[int | GymCaptureError]]
 
-    def settle(self, place: int, error: GymCaptureError | None) -> None:
-        self.answers[place] = error
+    def settle(self, place: int, answer: int | GymCaptureError) -> None:
+        self.answers[place] = answer
         self.unsettled -= 1
         # A caller that has gone away cancelled its answer; its writes count all the same.
         if not self.unsettled and not self.answer.done():
@@ -105,8 +105,8 @@ class _Queued:
     submission: _Submission
     place: int
 
-    def settle(self, error: GymCaptureError | None) -> None:
-        self.submission.settle(self.place, error)
+    def settle(self, answer: int | GymCaptureError) -> None:
+        self.submission.settle(self.place, answer)
 
 
 class GroupCommit:
@@ -126,14 +126,14 @@ class GroupCommit:
         """Writes that no batch has taken yet."""
         return len(self._queue)
 
-    async def submit(self, writes: Sequence[Write]) -> list[GymCaptureError | None]:
-        """Queues writes and waits for all of them. To each, in its place: None if it is durable, or why it is not."""
+    async def submit(self, writes: Sequence[Write]) -> list[int | GymCaptureError]:
+        """Queues writes and waits for all of them. To each, in its place: its epoch once it is durable, or why not."""
         if self._is_closed:
             raise StoreUnavailableError("this store is closed")
         if not writes:
             return []
         loop = asyncio.get_running_loop()
-        submission = _Submission([None] * len(writes), len(writes), loop.create_future())
+        submission = _Submission([0] * len(writes), len(writes), loop.create_future())
         self._queue.extend(_Queued(write, submission, place) for place, write in enumerate(writes))
         if self._running is None or self._running.done():
             self._running = loop.create_task(self._run())
@@ -141,9 +141,9 @@ class GroupCommit:
 
     async def write(self, writes: Sequence[Write]) -> None:
         """Submits writes and waits for all of them; raises what the first that failed is told."""
-        for error in await self.submit(writes):
-            if error is not None:
-                raise error
+        for answer in await self.submit(writes):
+            if isinstance(answer, GymCaptureError):
+                raise answer
 
     async def close(self) -> None:
         """Makes what is queued durable, then closes the segment."""
@@ -175,14 +175,15 @@ class GroupCommit:
                 deferred.append(queued)
                 continue
             try:
-                event, error = queued.write.decide()
+                event, error, epoch = queued.write.decide()
             except GymCaptureError as refused:
                 queued.settle(refused)
                 continue
+            answer = epoch if error is None else error
             if event is None:
-                queued.settle(error)
+                queued.settle(answer)
             else:
-                batch.add(queued, event, error)
+                batch.add(queued, event, answer)
         self._queue.extendleft(reversed(deferred))
         return batch
 
@@ -212,6 +213,6 @@ class GroupCommit:
             batches=counts.batches + 1,
             bytes_written=counts.bytes_written + batch.size_bytes,
         )
-        for (queued, event, error), location in zip(batch.writes, locations, strict=True):
+        for (queued, event, answer), location in zip(batch.writes, locations, strict=True):
             self._ledger.apply(queued.write, event, location)
-            queued.settle(error)
+            queued.settle(answer)

@@ -70,16 +70,16 @@ def scan(directory: str | Path) -> LogReport:
     found = _replay(Path(directory).expanduser())
     index = found.index
     rollouts: list[RolloutReport] = []
-    for rollout_id in index.book.live_ids():
-        facts = index.book.freeze(rollout_id)
+    for rollout_id in index.states.live_ids():
+        frozen = index.states.freeze(rollout_id).snapshot
         rollouts.append(
             RolloutReport(
                 rollout_id,
                 len(index.entries(rollout_id)),
                 index.bytes_of(rollout_id),
-                facts.version,
-                facts.incomplete,
-                tuple(sorted({problem.reason for problem in facts.problems})),
+                frozen.version,
+                frozen.incomplete,
+                tuple(sorted({problem.reason for problem in frozen.problems})),
             )
         )
     return LogReport(
@@ -110,12 +110,12 @@ def read_snapshots(
                 (rollout_id, epoch) for rollout_id, epoch in index.kept_epochs() if _wanted(rollout_id, rollout_ids)
             ]
             attempts = _attempts(path, kept)
-            frozen = ((state.rollout_id, state.freeze(), sorted(entries.items())) for state, entries in attempts)
+            frozen = ((state.freeze(), sorted(entries.items())) for state, entries in attempts)
         else:
-            live = [rollout_id for rollout_id in index.book.live_ids() if _wanted(rollout_id, rollout_ids)]
-            frozen = ((rollout_id, index.book.freeze(rollout_id), index.entries(rollout_id)) for rollout_id in live)
-        for rollout_id, facts, entries in frozen:
-            yield decode_snapshot(read_snapshot(reader, rollout_id, facts, entries))
+            live = [rollout_id for rollout_id in index.states.live_ids() if _wanted(rollout_id, rollout_ids)]
+            frozen = ((index.states.freeze(rollout_id), index.entries(rollout_id)) for rollout_id in live)
+        for facts, entries in frozen:
+            yield decode_snapshot(read_snapshot(reader, facts, entries))
     except OSError as error:
         raise StoreUnavailableError(f"the log directory {path} changed while it was read: {error}") from error
     finally:
@@ -136,7 +136,7 @@ def _replay(directory: Path) -> Replayed:
         except OSError as error:
             raise StoreUnavailableError(f"the log directory {directory} cannot be read: {error}") from error
         for rollout_id, event in found.masking:
-            found.index.book.apply(rollout_id, event)
+            found.index.states.apply(rollout_id, event)
         return found
     raise StoreUnavailableError(f"the log directory {directory} changes faster than it can be read")
 

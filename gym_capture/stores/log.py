@@ -1,11 +1,11 @@
-"""Sink and source on a write-ahead log: the store that a state actor hosts.
+"""A store on a write-ahead log: the one that a state actor hosts.
 
 Invariant: what was acknowledged is on disk, and `LogStore.open` after a crash at any moment knows exactly the
 acknowledged writes, plus possibly some that were under way. What cannot be read any more masks the rollouts that it
 may have belonged to. Memory holds a digest and a location for each call, never a record.
 
 Flow: a write is decided and made durable by `group_commit` -> `apply` notes where it stands -> `freeze` reads the
-rollout back. `drop` and `clear` leave dead bytes behind; when most of a closed segment is dead, what is alive in it
+rollout back. `Drop` and `Clear` leave dead bytes behind; when most of a closed segment is dead, what is alive in it
 is copied to the end of the log and the segment is deleted. As records are facts whose order does not matter
 (`rollout_state`), a crash in the middle of that only leaves copies.
 
@@ -16,22 +16,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gym_capture.codec import (
-    decode_or_problem,
-    decode_snapshot,
-    encode_delta,
-    encode_intent,
-    payload_digest,
-)
-from gym_capture.errors import GymCaptureError, RecordError, StoreUnavailableError
-from gym_capture.protocols import EncodedPut
-from gym_capture.records import CallIntent, Snapshot, TokenEntry, check_rollout_id
-from gym_capture.rollout_state import Decision, FrozenFacts
+from gym_capture.codec import decode_or_problem, decode_snapshot
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
+from gym_capture.operations import Clear, Drop, MarkIncomplete, Operation
+from gym_capture.records import Snapshot, TokenEntry
+from gym_capture.rollout_state import Frozen
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
@@ -40,6 +34,7 @@ from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.mirror import Mirror
 from gym_capture.stores.reading import read_record, read_snapshot
 from gym_capture.stores.recovery import Recovery, recover
+from gym_capture.stores.rollout_states import prepared
 from gym_capture.stores.segments import (
     Disk,
     Location,
@@ -54,7 +49,7 @@ _DISK: Final = Disk()
 
 
 class LogStore(EncodedStore, MeasuredStore):
-    """A `TokenSink` and a `TokenSource` on one directory. Made by `open`; lives on one event loop."""
+    """A `RecordStore` on one directory. Made by `open`; lives on one event loop."""
 
     def __init__(
         self,
@@ -64,7 +59,6 @@ class LogStore(EncodedStore, MeasuredStore):
         index: LogIndex,
         writer: SegmentWriter,
         recovery: Recovery,
-        keep_records: bool,
         tombstone_ttl_s: float,
         mirror: Mirror | None,
     ) -> None:
@@ -73,7 +67,6 @@ class LogStore(EncodedStore, MeasuredStore):
         self._directory = directory
         self._lock = lock
         self._index = index
-        self._keep_records = keep_records
         self._reads = ReadThread(directory)
         self._commits = GroupCommit(writer, index)
         self._compactor = Compactor(
@@ -103,7 +96,7 @@ class LogStore(EncodedStore, MeasuredStore):
 
         segment_bytes: a segment that has reached this size is closed; compaction works on closed ones.
         fsync: without it an acknowledged write survives the process, but not the machine.
-        keep_records: what `drop` consumes stays on disk, readable through `gym_capture.stores.inspect`.
+        keep_records: what a `Drop` consumes stays on disk, readable through `gym_capture.stores.inspect`.
         tombstone_ttl_s: how long, at least, a dropped rollout refuses late calls.
         mirror: where the log is kept a second time, and is taken from if its own directory was lost.
 
@@ -118,7 +111,7 @@ class LogStore(EncodedStore, MeasuredStore):
                 if mirror is not None:
                     mirror.restore(path)
                 writer = SegmentWriter(path, segment_bytes=segment_bytes, fsync=fsync, disk=disk, copy=mirror)
-                index, recovery = recover(path, writer)
+                index, recovery = recover(path, writer, keep_records=keep_records)
                 if mirror is not None:
                     mirror.attach(path)
             except BaseException:
@@ -130,7 +123,6 @@ class LogStore(EncodedStore, MeasuredStore):
                 index=index,
                 writer=writer,
                 recovery=recovery,
-                keep_records=keep_records,
                 tombstone_ttl_s=tombstone_ttl_s,
                 mirror=mirror,
             )
@@ -142,82 +134,43 @@ class LogStore(EncodedStore, MeasuredStore):
 
     # writing
 
-    async def begin_call(self, intent: CallIntent) -> int:
-        check_rollout_id(intent.rollout_id)
-        epoch = 0
+    async def write(self, operation: Operation) -> int:
+        (answer,) = await self.write_many([operation])
+        if isinstance(answer, GymCaptureError):
+            raise answer
+        return answer
 
-        def decide() -> Decision:
-            nonlocal epoch
-            epoch, decision = self._index.book.begin(intent)
-            return decision
-
-        await self._write(intent.rollout_id, intent.model_call_id, decide, encode_intent(intent))
-        return epoch
-
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await self._commits.write([self._put(EncodedPut(entry, encode_delta(entry), epoch))])
-
-    async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
-        """`put` on behalf of many callers: one wait for all. To each, in its place: None, or why it is refused."""
-        answers: list[GymCaptureError | None] = [None] * len(puts)
+    async def write_many(self, operations: Sequence[Operation]) -> list[int | GymCaptureError]:
+        """`write` on behalf of many callers: one wait for all. To each, in its place, the answer or the error."""
+        answers: list[int | GymCaptureError] = [0] * len(operations)
         places: list[int] = []
         writes: list[Write] = []
-        for place, put in enumerate(puts):
+        for place, operation in enumerate(operations):
             try:
-                writes.append(self._put(put))
+                writes.append(self._queueable(operation))
                 places.append(place)
-            except RecordError as error:
+            except GymCaptureError as error:
                 answers[place] = error
         for place, answer in zip(places, await self._commits.submit(writes), strict=True):
             answers[place] = answer
+        if any(isinstance(operation, Drop | Clear) for operation in operations):
+            self._compactor.trigger()
         return answers
-
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._write(rollout_id, call_id, lambda: self._index.book.abandon(rollout_id, call_id, epoch=epoch))
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
-        await self._write(
-            rollout_id,
-            f"\0reason {reason}",
-            lambda: self._index.book.mark_incomplete(rollout_id, reason, epoch=epoch),
-        )
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._write(
-            rollout_id, call_id, lambda: self._index.book.mark_delivery(rollout_id, call_id, True, epoch=epoch)
-        )
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._write(
-            rollout_id, call_id, lambda: self._index.book.mark_delivery(rollout_id, call_id, False, epoch=epoch)
-        )
 
     # reading
 
     async def freeze(self, rollout_id: str) -> Snapshot:
-        facts, entries = self._frozen(rollout_id)
-        return await self._reads.run(lambda reader: decode_snapshot(read_snapshot(reader, rollout_id, facts, entries)))
+        frozen, entries = self._frozen(rollout_id)
+        return await self._reads.run(lambda reader: decode_snapshot(read_snapshot(reader, frozen, entries)))
 
     async def freeze_encoded(self, rollout_id: str) -> bytes:
         """`freeze` for shipping: the bytes that `codec.decode_snapshot` reads, without decoding the records here."""
-        facts, entries = self._frozen(rollout_id)
-        return await self._reads.run(lambda reader: read_snapshot(reader, rollout_id, facts, entries))
-
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await self._write(
-            rollout_id,
-            None,
-            lambda: self._index.book.drop(rollout_id, snapshot_id, version, now=time.time(), keep=self._keep_records),
-        )
-        self._compactor.trigger()
-
-    async def clear(self, rollout_id: str) -> None:
-        await self._write(rollout_id, None, lambda: self._index.book.clear(rollout_id, now=time.time()))
-        self._compactor.trigger()
+        frozen, entries = self._frozen(rollout_id)
+        return await self._reads.run(lambda reader: read_snapshot(reader, frozen, entries))
 
     async def rollout_ids(self) -> Sequence[str]:
         self._check_open()
-        return self._index.book.live_ids()
+        return self._index.states.live_ids()
 
     def iter_live_entries(self) -> Iterator[TokenEntry]:
         """Every readable entry of every live rollout, one rollout after the other.
@@ -227,7 +180,7 @@ class LogStore(EncodedStore, MeasuredStore):
         self._check_open()
         reader = SegmentReader(self._directory)
         try:
-            for rollout_id in self._index.book.live_ids():
+            for rollout_id in self._index.states.live_ids():
                 for _, location in self._index.entries(rollout_id):
                     found = read_record(reader, location)
                     entry = None if found is None else decode_or_problem(found.payload)
@@ -237,7 +190,7 @@ class LogStore(EncodedStore, MeasuredStore):
             reader.close()
 
     async def compact(self) -> None:
-        """Gives back what disk space it can now, instead of when it happens to be looked for after a `drop`."""
+        """Gives back what disk space it can now, instead of when it happens to be looked for after a `Drop`."""
         self._check_open()
         self._compactor.trigger()
         await self._compactor.finished()
@@ -245,7 +198,7 @@ class LogStore(EncodedStore, MeasuredStore):
     def stats(self) -> StoreStats:
         sizes = self._index.sizes
         return StoreStats(
-            live_rollouts=self._index.book.known_rollouts,
+            live_rollouts=self._index.states.known_rollouts,
             segments=len(sizes),
             total_bytes=sum(sizes.values()),
             live_bytes=sum(self._index.live_bytes(number) for number in sizes),
@@ -264,25 +217,30 @@ class LogStore(EncodedStore, MeasuredStore):
         await self._reads.close()
         os.close(self._lock)
 
-    def _put(self, put: EncodedPut) -> Write:
-        entry, data, epoch = put
-        rollout_id, call_id, digest = entry.rollout_id, entry.model_call_id, payload_digest(data)
-        check_key(rollout_id, call_id)
-        return Write(rollout_id, call_id, lambda: self._index.book.put(rollout_id, call_id, digest, epoch=epoch), data)
+    def _queueable(self, operation: Operation) -> Write:
+        """Raises `RecordError` or `InvalidRolloutIdError`, which concern nobody else."""
+        write, subject = prepared(operation), _subject(operation)
+        check_key(operation.rollout_id, subject or "")
+        return Write(operation.rollout_id, subject, partial(self._index.states.decide, write), write.encoded)
 
-    async def _write(
-        self, rollout_id: str, subject: str | None, decide: Callable[[], Decision], encoded: bytes = b""
-    ) -> None:
-        check_key(rollout_id, subject or "")
-        await self._commits.write([Write(rollout_id, subject, decide, encoded)])
-
-    def _frozen(self, rollout_id: str) -> tuple[FrozenFacts, list[tuple[str, Location]]]:
+    def _frozen(self, rollout_id: str) -> tuple[Frozen, list[tuple[str, Location]]]:
         self._check_open()
-        return self._index.book.freeze(rollout_id), self._index.entries(rollout_id)
+        return self._index.states.freeze(rollout_id), self._index.entries(rollout_id)
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise StoreUnavailableError("this store is closed")
+
+
+def _subject(operation: Operation) -> str | None:
+    """What of its rollout an operation is about, as `Write.subject` wants it."""
+    match operation:
+        case Drop() | Clear():
+            return None
+        case MarkIncomplete(_, reason):
+            return f"\0reason {reason}"
+        case _:
+            return operation.call_id
 
 
 open_log: Final = StoreFactory(LogStore.open, takes_mirror=True)

@@ -14,10 +14,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from gym_capture.rollout_state import Committed, Event, Retired
-from gym_capture.stores.book import RolloutBook
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.group_commit import Write
 from gym_capture.stores.log_records import event_of
+from gym_capture.stores.rollout_states import RolloutStates
 from gym_capture.stores.segments import Location
 
 
@@ -32,8 +32,8 @@ class _LiveRollout:
 class LogIndex:
     """The index of one log directory."""
 
-    def __init__(self) -> None:
-        self.book = RolloutBook()
+    def __init__(self, *, keep_records: bool = False) -> None:
+        self.states = RolloutStates(keep_records=keep_records)
         self.sizes: dict[int, int] = {}
         """Bytes of each segment."""
         self.damaged: set[int] = set()
@@ -51,24 +51,24 @@ class LogIndex:
     def open_segment(self, number: int, size: int, epoch_floor: int) -> None:
         """There is a segment; its epoch floor says which epochs were given out before it, records of them or not."""
         self.sizes[number] = size
-        self.book.next_epoch = max(self.book.next_epoch, epoch_floor)
+        self.states.next_epoch = max(self.states.next_epoch, epoch_floor)
 
     def apply(self, write: Write, event: Event, location: Location) -> None:
         self.add(write.rollout_id, event, location)
 
     def give_up(self, write: Write) -> None:
-        self.book.give_up(write.rollout_id)
+        self.states.give_up(write.rollout_id)
 
     def epoch_floor(self) -> int:
-        return self.book.next_epoch
+        return self.states.next_epoch
 
     def add(self, rollout_id: str, event: Event, location: Location) -> None:
         """The record of `event` stands at `location`; it may be a copy of one that is known."""
         self.sizes[location.segment] = max(self.sizes.get(location.segment, 0), location.offset + location.size)
-        self.book.apply(rollout_id, event)
+        self.states.apply(rollout_id, event)
         if isinstance(event, Retired) and event.keeps_records and event.consumed_epoch is not None:
             self._kept.setdefault(rollout_id, set()).add(event.consumed_epoch)
-        state = self.book.live(rollout_id)
+        state = self.states.live(rollout_id)
         rollout = self._rollouts.get(rollout_id)
         if rollout is not None and (state is None or state.epoch != rollout.epoch):
             self._release(rollout_id, self._rollouts.pop(rollout_id))
@@ -94,7 +94,7 @@ class LogIndex:
         """Forgets a tombstone that stands in the oldest segment, if it has served its time."""
         event, current = self._tombstones.get(frame.rollout_id, (None, None))
         if event is not None and current == location and event.retired_at < before and not event.keeps_records:
-            self.book.sweep(frame.rollout_id)
+            self.states.sweep(frame.rollout_id)
             self._drop_tombstone(frame.rollout_id)
 
     def overdue(self, count: int, *, before: float) -> bool:
@@ -102,7 +102,7 @@ class LogIndex:
         return next(itertools.islice(self._sweepable.values(), count - 1, None), before) < before
 
     def _add_tombstone(self, rollout_id: str, event: Retired, location: Location) -> None:
-        if self.book.tombstone(rollout_id) == event:
+        if self.states.tombstone(rollout_id) == event:
             self._drop_tombstone(rollout_id)
             self._tombstones[rollout_id] = (event, location)
             if not event.keeps_records:

@@ -6,20 +6,20 @@ reading of the others nor goes missing in silence.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from gym_capture.codec import join_snapshot
 from gym_capture.errors import CorruptLogError
 from gym_capture.reasons import ProblemReason
-from gym_capture.records import RecordProblem, Snapshot
-from gym_capture.rollout_state import FrozenFacts
+from gym_capture.records import RecordProblem
+from gym_capture.rollout_state import Frozen
 from gym_capture.stores.frames import Frame, read_frame
 from gym_capture.stores.segments import Location, SegmentReader
 
 
-def read_snapshot(
-    reader: SegmentReader, rollout_id: str, facts: FrozenFacts, entries: list[tuple[str, Location]]
-) -> bytes:
+def read_snapshot(reader: SegmentReader, frozen: Frozen, entries: list[tuple[str, Location]]) -> bytes:
     """The snapshot, encoded. A record that has become unreadable is a problem of it."""
-    problems = list(facts.problems)
+    problems = list(frozen.snapshot.problems)
     encoded: list[bytes] = []
     for call_id, location in entries:
         frame = read_record(reader, location)
@@ -34,16 +34,7 @@ def read_snapshot(
                 detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
             )
         )
-    snapshot = Snapshot(
-        rollout_id=rollout_id,
-        snapshot_id=facts.snapshot_id,
-        version=facts.version,
-        entries=(),
-        incomplete=facts.incomplete,
-        problems=tuple(problems),
-        lost_calls=facts.lost_calls,
-    )
-    return join_snapshot(snapshot, encoded, facts.delivery)
+    return join_snapshot(replace(frozen.snapshot, problems=tuple(problems)), encoded, frozen.delivery)
 
 
 def read_record(reader: SegmentReader, location: Location) -> Frame | None:

@@ -79,9 +79,9 @@ class Replayed:
     """Facts that the damage adds to rollouts, those from earlier openings aside. Not in the index yet."""
 
 
-def replay(directory: Path) -> Replayed:
+def replay(directory: Path, *, keep_records: bool = False) -> Replayed:
     """Reads a log directory. Raises `OSError` if that fails, `CorruptLogError` if a newer version wrote it."""
-    index = LogIndex()
+    index = LogIndex(keep_records=keep_records)
     summaries: list[SegmentSummary] = []
     damages: list[tuple[int, Damage]] = []
     floors: dict[int, int] = {}
@@ -105,7 +105,7 @@ def replay(directory: Path) -> Replayed:
                 segment.header is not None,
             )
         )
-    masking = [fact for fact in _masking(damages, floors, index) if not index.book.knows(*fact)]
+    masking = [fact for fact in _masking(damages, floors, index) if not index.states.knows(*fact)]
     return Replayed(
         index,
         tuple(summaries),
@@ -114,9 +114,9 @@ def replay(directory: Path) -> Replayed:
     )
 
 
-def recover(directory: Path, writer: SegmentWriter) -> tuple[LogIndex, Recovery]:
+def recover(directory: Path, writer: SegmentWriter, *, keep_records: bool = False) -> tuple[LogIndex, Recovery]:
     """Reads a log directory and repairs it. Raises as `replay`."""
-    found = replay(directory)
+    found = replay(directory, keep_records=keep_records)
     index = found.index
     for segment in found.segments:
         if segment.is_torn:
@@ -164,7 +164,7 @@ def _masking(damages: list[tuple[int, Damage]], floors: dict[int, int], index: L
             continue
         later = [floor for other, floor in floors.items() if other > number]
         ceiling = min(later, default=index.epoch_floor())
-        for rollout_id in index.book.live_ids():
-            state = index.book.live(rollout_id)
+        for rollout_id in index.states.live_ids():
+            state = index.states.live(rollout_id)
             if state is not None and state.epoch < ceiling:
                 yield rollout_id, ProblemFound(state.epoch, problem)

@@ -151,7 +151,7 @@ def test_rewards_come_from_a_list_of_rollouts(
 
 
 def test_any_number_of_workers_writes_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(directory, "_ROLLOUTS_PER_PART", 64)
+    monkeypatch.setattr(directory, "_ALONE_PER_PART", 64)
     captures = tmp_path / "captures"
     captures.mkdir()
     for number in range(70):
@@ -329,6 +329,30 @@ def test_a_rollout_whose_build_fails_is_a_masked_row(
     rows = pq.read_table(tmp_path / "out").to_pylist()
     assert {row["rollout_id"]: row["mask_reasons"] for row in rows} == {"r1": ["build_failed", "no_calls"], "r2": []}
     assert json.loads((tmp_path / "out" / "_report.json").read_text())["details"] == {"r1": ["MemoryError: too much"]}
+
+
+def test_a_build_of_which_everything_failed_is_a_failure(
+    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path, rollout_id: str) -> Snapshot:
+        raise MemoryError("too much")
+
+    monkeypatch.setattr(directory, "read_rollout", fail)
+    assert gym_capture("build", captures, "--out", tmp_path / "out") == 1
+    said = capsys.readouterr().err
+    assert "not one of 2 rollouts could be built" in said
+    assert "r1: MemoryError: too much" in said
+    assert pq.read_table(tmp_path / "out").column("masked").to_pylist() == [True, True]
+
+
+def test_a_file_that_is_called_what_no_text_is_has_a_row(captures: Path, tmp_path: Path) -> None:
+    for name in (b"\xff.tokens.jsonl", b"\xfe.tokens.jsonl"):
+        Path(os.fsdecode(os.fsencode(captures) + b"/" + name)).write_bytes(b"{\n")
+    assert gym_capture("build", captures, "--out", tmp_path / "out") == 0
+    rows = pq.read_table(tmp_path / "out").to_pylist()
+    assert [row["rollout_id"] for row in rows] == ["r1", "r2", "\ufffd", "\ufffd"]
+    assert "invalid_rollout_id:rollout_id" in rows[-1]["mask_reasons"]
+    assert json.loads((tmp_path / "out" / "_report.json").read_text())["incomplete"] == ["\ufffd"]
 
 
 def test_options_reach_the_build(captures: Path, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.conformance.support import run_call
 from gym_capture.data.schema import SCHEMA, rows, to_table
 from gym_capture.errors import ConfigError
+from gym_capture.operations import Begin, Clear, Commit, Drop
 from gym_capture.records import Continues, TokenEntry
 from gym_capture.serving.config import StateArgs
 from gym_capture.stores.inspect import read_snapshots
@@ -36,14 +37,14 @@ def records(*arguments: object) -> int:
 
 
 async def continue_call(store: LogStore, parent: TokenEntry, call_id: str) -> TokenEntry:
-    epoch = await store.begin_call(sample_intent(parent.rollout_id, call_id))
+    epoch = await store.write(Begin(sample_intent(parent.rollout_id, call_id)))
     entry = sample_entry(
         parent.rollout_id,
         call_id,
         prompt=[*parent.cumulative_ids().tolist(), 7],
         parent=Continues(parent.model_call_id, parent.cum_len),
     )
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     return entry
 
 
@@ -57,10 +58,10 @@ def state(tmp_path: Path) -> Path:
         await continue_call(first, entry, "c2")
         await run_call(first, "r2", "c1")
         for lost in ("x", "y"):
-            await first.begin_call(sample_intent("r2", lost))
+            await first.write(Begin(sample_intent("r2", lost)))
         await run_call(first, "r4", "c1")
         snapshot = await first.freeze("r4")
-        await first.drop("r4", snapshot.snapshot_id, snapshot.version)
+        await first.write(Drop("r4", snapshot.snapshot_id, snapshot.version))
         await first.close()
         second = await LogStore.open(tmp_path / "state" / "shard-0001")
         await run_call(second, "r3", "c1")
@@ -300,7 +301,7 @@ def test_what_goes_away_meanwhile_is_left_out_and_counted(
 
     async def consume() -> None:
         store = await LogStore.open(state / "shard-0001")
-        await store.clear("r3")
+        await store.write(Clear("r3"))
         await store.close()
 
     def add_and_consume(self: _NemoGymFiles, *arguments: object) -> None:

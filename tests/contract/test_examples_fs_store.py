@@ -22,6 +22,7 @@ from gym_capture.conformance.lineage import (
 )
 from gym_capture.conformance.support import expect_entries, run_call
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Begin, Clear, Commit, MarkDelivery, MarkIncomplete
 from gym_capture.records import LostCall, Snapshot
 from tests.contract.test_lineage_stores import Shard
 
@@ -61,8 +62,8 @@ def test_it_says_what_lost_calls_were_for(open_store: Open, tmp_path: Path) -> N
         store = await open_store(directory=tmp_path / "shard-0000")
         lost = replace(sample_intent("r", "lost"), request_key="1" * 32)
         for call_id in ("lost", "try"):
-            epoch = await store.begin_call(replace(lost, model_call_id=call_id))
-        await store.put(sample_entry("r", "try"), epoch=epoch)
+            epoch = await store.write(Begin(replace(lost, model_call_id=call_id)))
+        await store.write(Commit(sample_entry("r", "try"), epoch=epoch))
         await store.close()
         reopened = await open_store(directory=tmp_path / "shard-0000")
         snapshot: Snapshot = await reopened.freeze("r")
@@ -103,8 +104,8 @@ def test_an_object_that_is_not_whole_masks_its_rollout_and_no_other(
     async def scenario() -> None:
         store = await open_store(directory=tmp_path)
         _, epoch = await run_call(store, "r", "c")
-        await store.mark_incomplete("r", "why", epoch=epoch)
-        await store.mark_delivered("r", "c", epoch=epoch)
+        await store.write(MarkIncomplete("r", "why", epoch=epoch))
+        await store.write(MarkDelivery("r", "c", delivered=True, epoch=epoch))
         other, _ = await run_call(store, "other", "c")
         await store.close()
         (damaged,) = (path for path in objects(tmp_path, kind) if path.name.startswith("r~"))
@@ -124,7 +125,7 @@ def test_a_tombstone_that_is_not_whole_retires_nothing(open_store: Open, tmp_pat
         store = await open_store(directory=tmp_path)
         entry, _ = await run_call(store, "r", "c")
         kept = {path: path.read_bytes() for path in objects(tmp_path)}
-        await store.clear("r")
+        await store.write(Clear("r"))
         await store.close()
         (tombstone,) = objects(tmp_path)
         tombstone.write_bytes(b"")
@@ -156,7 +157,7 @@ def test_what_a_dead_process_did_not_delete_is_deleted_when_it_opens(open_store:
         store = await open_store(directory=tmp_path)
         await run_call(store, "r", "c")
         left = {path: path.read_bytes() for path in objects(tmp_path)}
-        await store.clear("r")
+        await store.write(Clear("r"))
         await store.close()
         assert [path.name.split("~")[2] for path in objects(tmp_path)] == ["retired"]
         for path, data in left.items():
@@ -177,7 +178,7 @@ def test_epochs_do_not_come_again_after_everything_was_deleted(open_store: Open,
         await store.close()
         shutil.rmtree(tmp_path)
         store = await open_store(directory=tmp_path)
-        assert await store.begin_call(sample_intent("r", "c")) > epoch
+        assert await store.write(Begin(sample_intent("r", "c"))) > epoch
         await store.close()
 
     asyncio.run(scenario())
@@ -189,7 +190,7 @@ def test_a_file_system_that_fails_is_said_and_recovers(open_store: Open, tmp_pat
         store = await open_store(directory=directory)
         shutil.rmtree(directory)
         with pytest.raises(StoreUnavailableError, match="does not answer"):
-            await store.begin_call(sample_intent("r", "c"))
+            await store.write(Begin(sample_intent("r", "c")))
         assert await store.rollout_ids() == []
         directory.mkdir()
         entry, _ = await run_call(store, "r", "c")
@@ -202,8 +203,8 @@ def test_a_file_system_that_fails_is_said_and_recovers(open_store: Open, tmp_pat
 def test_a_caller_that_goes_away_leaves_no_object_that_is_not_known(open_store: Open, tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await open_store(directory=tmp_path)
-        epoch = await store.begin_call(sample_intent("r", "c"))
-        put = asyncio.ensure_future(store.put(sample_entry("r", "c"), epoch=epoch))
+        epoch = await store.write(Begin(sample_intent("r", "c")))
+        put = asyncio.ensure_future(store.write(Commit(sample_entry("r", "c"), epoch=epoch)))
         await asyncio.sleep(0)
         put.cancel()
         await asyncio.gather(put, return_exceptions=True)

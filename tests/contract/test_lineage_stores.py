@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -19,9 +20,11 @@ from gym_capture.conformance.lineage import (
 )
 from gym_capture.errors import GymCaptureError
 from gym_capture.lineage import LineageIndex
+from gym_capture.operations import Clear, Commit, Drop, Operation
 from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import CallIntent, Snapshot, TokenEntry, Unresolved
+from gym_capture.records import Snapshot, Unresolved
 from gym_capture.serving.state import StateShard
+from gym_capture.serving.state_messages import Request, Resolve, packed
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 
@@ -32,40 +35,25 @@ class Shard:
     def __init__(self, directory: Path, store: str = f"{__name__}:open_log") -> None:
         self._shard = StateShard(index=0, shards=1, store=store, store_kwargs={}, directory=str(directory))
 
-    async def begin_call(self, intent: CallIntent) -> int:
-        return (await self._shard.begin(intent, ())).epoch
+    async def write(self, operation: Operation) -> int:
+        if isinstance(operation, Commit):
+            operation = replace(operation, encoded=encode_entry(operation.entry.as_delta()))
+        return cast(int, await self._asked(packed(operation)))
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        (answer,) = await self._shard.batch([("put", (encode_entry(entry.as_delta()), epoch))])
+    async def _asked(self, request: Request) -> object:
+        (answer,) = await self._shard.batch([request])
         if isinstance(answer, GymCaptureError):
             raise answer
-
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._shard.abandon_call(rollout_id, call_id, epoch)
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
-        await self._shard.mark_incomplete(rollout_id, reason, epoch)
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._shard.mark_delivered(rollout_id, call_id, epoch)
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self._shard.mark_undelivered(rollout_id, call_id, epoch)
+        return answer
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         return decode_snapshot(await self._shard.freeze(rollout_id))
-
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await self._shard.drop(rollout_id, snapshot_id, version)
-
-    async def clear(self, rollout_id: str) -> None:
-        await self._shard.clear(rollout_id)
 
     async def rollout_ids(self) -> Sequence[str]:
         return await self._shard.rollout_ids()
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
-        return await self._shard.resolve(rollout_id, turn_keys)
+        return cast(Resolution, await self._asked(Resolve(rollout_id, tuple(turn_keys))))
 
     async def close(self) -> None:
         """An actor that ends takes its store's lock with it; this one is asked to let go."""
@@ -91,17 +79,14 @@ class Recorded(MemoryStore):
         super().__init__()
         self.index = LineageIndex()
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await super().put(entry, epoch=epoch)
-        self.index.add(entry)
-
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await super().drop(rollout_id, snapshot_id, version)
-        self.index.forget(rollout_id)
-
-    async def clear(self, rollout_id: str) -> None:
-        await super().clear(rollout_id)
-        self.index.forget(rollout_id)
+    async def write(self, operation: Operation) -> int:
+        epoch = await super().write(operation)
+        match operation:
+            case Commit(entry):
+                self.index.add(entry)
+            case Drop() | Clear():
+                self.index.forget(operation.rollout_id)
+        return epoch
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return self.index.resolve(rollout_id, turn_keys)
@@ -140,8 +125,10 @@ class OffByOne(Recorded):
 class ToTheLetter(Recorded):
     """Knows turns only as they were sent."""
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await super().put(replace(entry, other_turn_keys={}), epoch=epoch)
+    async def write(self, operation: Operation) -> int:
+        if isinstance(operation, Commit):
+            operation = replace(operation, entry=replace(operation.entry, other_turn_keys={}))
+        return await super().write(operation)
 
 
 class Promiscuous(Recorded):
@@ -156,16 +143,20 @@ class Promiscuous(Recorded):
 class Late(Recorded):
     """Shows a record some time after it acknowledged it."""
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        await MemoryStore.put(self, entry, epoch=epoch)
-        asyncio.get_running_loop().call_later(0.001, self.index.add, entry)
+    async def write(self, operation: Operation) -> int:
+        if not isinstance(operation, Commit):
+            return await super().write(operation)
+        epoch = await MemoryStore.write(self, operation)
+        asyncio.get_running_loop().call_later(0.001, self.index.add, operation.entry)
+        return epoch
 
 
 class NeverForgets(Recorded):
     """Keeps what earlier attempts said."""
 
-    async def clear(self, rollout_id: str) -> None:
-        await MemoryStore.clear(self, rollout_id)
+    async def write(self, operation: Operation) -> int:
+        forgets = isinstance(operation, Clear)
+        return await (MemoryStore.write(self, operation) if forgets else super().write(operation))
 
 
 class Guesses(Recorded):

@@ -7,7 +7,8 @@ import pytest
 
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, Store, run_check, run_conformance
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.records import CallIntent, Snapshot, TokenEntry
+from gym_capture.operations import Begin, Commit, Operation
+from gym_capture.records import Snapshot
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
@@ -35,16 +36,15 @@ def test_suite_reports_what_a_store_does_wrong() -> None:
     class Forgetful(MemoryStore):
         """Acknowledges records that it does not keep, and loses its connection when it is read."""
 
-        async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-            pass
-
         async def freeze(self, rollout_id: str) -> Snapshot:
             raise StoreUnavailableError("gone")
 
-        async def begin_call(self, intent: CallIntent) -> int:
-            if intent.rollout_id == "r0":
+        async def write(self, operation: Operation) -> int:
+            if isinstance(operation, Commit):
+                return operation.epoch
+            if isinstance(operation, Begin) and operation.rollout_id == "r0":
                 await asyncio.Event().wait()
-            return await super().begin_call(intent)
+            return await super().write(operation)
 
     async def forgetful() -> Forgetful:
         return Forgetful()
@@ -52,9 +52,7 @@ def test_suite_reports_what_a_store_does_wrong() -> None:
     results = {result.name: result for result in asyncio.run(run_conformance(forgetful, timeout_s=0.2))}
     assert list(results) == list(CHECKS)
     assert results["rollout_ids_are_checked"].passed
-    assert results["conflicting_put_is_refused"].failure == (
-        "a conflicting put: got None, expected ConflictingCallError"
-    )
+    assert results["conflicting_put_is_refused"].failure == ("a conflicting put: got 1, expected ConflictingCallError")
     assert results["racing_drop_loses_nothing"].failure == "did not finish within 0.2 s"
     assert results["freeze_repeats"].failure == "raised StoreUnavailableError('gone')"
     assert results["freeze_repeats"].contract == "Freezing the same content gives the same snapshot id and version."

@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.data.advantages import Scale, group_advantages, reward_problems
-from gym_capture.data.groups import build_group
 from gym_capture.data.requests import Request
 from gym_capture.records import Snapshot
 from tests.calls import ALL_CHAINS, call, snapshot
+
+from .sync_groups import build_groups
 
 ROLLOUTS = st.lists(
     st.tuples(st.sampled_from(["g1", "g2", "g3"]), st.floats(-5, 5, width=32), st.booleans()), min_size=1, max_size=12
@@ -40,7 +41,7 @@ def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: flo
         Request(rollout_id=name, group_id="g", reward=reward, reward_components=None, failure=None)
         for name, reward in (("r1", 1.0), ("r2", 0.0))
     ]
-    ((_, table),) = build_group(requests, freeze, options=ALL_CHAINS, scale=scale)
+    ((_, table),) = build_groups([requests], freeze, options=ALL_CHAINS, scale=scale)
     assert table.column("rollout_id").to_pylist() == ["r1"] * 3 + ["r2"]
     assert table.column("advantage").to_pylist() == pytest.approx([size] * 3 + [-size], abs=1e-4)
 

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from gym_capture.commands import build_job as build_job_module
+from gym_capture.commands import building
 from gym_capture.commands.build_job import command
 from gym_capture.data.schema import SCHEMA
 from gym_capture.errors import ConfigError, StoreUnavailableError
@@ -80,7 +80,7 @@ def test_no_rollouts_are_no_rows_and_no_failure(tmp_path: Path) -> None:
 def test_rollouts_whose_records_are_wrong_are_named_with_what_is(
     tmp_path: Path, rollouts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build_job_module, "_DETAILS", 1)
+    monkeypatch.setattr(building, "DETAILS", 1)
     asyncio.run(record(tmp_path / "records", "a", "b", "c"))
     (log,) = (tmp_path / "records").glob("*.log")
     log.write_bytes(log.read_bytes().replace(b"policy", b"polizy"))

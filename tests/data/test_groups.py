@@ -14,13 +14,14 @@ import pytest
 
 from gym_capture.builder import BuildOptions
 from gym_capture.data import groups
-from gym_capture.data.groups import RolloutSummary, build_group
+from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.report import report
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA
 from gym_capture.records import Snapshot
 
 from .made_rollouts import snapshot
+from .sync_groups import build_groups
 
 
 def request(rollout_id: str, reward: float | None = 1.0, failure: str | None = None) -> Request:
@@ -32,7 +33,7 @@ def built(requests: list[Request]) -> tuple[list[RolloutSummary], pa.Table]:
         turns = {"r4": 0, "r3": 1}.get(rollout_id, 2)
         return snapshot(rollout_id, turns=turns)
 
-    return gathered(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    return gathered(build_groups([requests], freeze, options=BuildOptions(), scale="none"))
 
 
 def gathered(
@@ -78,7 +79,7 @@ def test_a_side_call_of_a_rollout_is_in_its_summary() -> None:
         whole = snapshot(rollout_id, turns=2)
         return replace(whole, entries=(*whole.entries[:-1], replace(whole.entries[-1], finish_reason="abort")))
 
-    (((summary,), _),) = build_group([request("r1")], freeze, options=BuildOptions(), scale="none")
+    (((summary,), _),) = build_groups([[request("r1")]], freeze, options=BuildOptions(), scale="none")
     assert summary.excluded_tokens == {"aborted": 4}
     assert summary.generated_tokens_captured - summary.generated_tokens_delivered == 4
 
@@ -123,7 +124,7 @@ def test_one_rollout_in_memory_at_a_time(
         return frozen
 
     requests = [request(f"r{i}", float(i)) for i in range(5)]
-    batches = list(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    batches = list(build_groups([requests], freeze, options=BuildOptions(), scale="none"))
     summaries, table = gathered(batches)
     assert most == 3
     assert len(batches) == n_batches
@@ -135,8 +136,8 @@ def test_one_rollout_in_memory_at_a_time(
 def test_a_large_rollout_has_a_table_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = {"r1": 1, "r2": 1, "r3": 9, "r4": 1, "r5": 1}
     monkeypatch.setattr(groups, "_BATCH_BYTES", 500)
-    batches = build_group(
-        [request(name) for name in turns],
+    batches = build_groups(
+        [[request(name) for name in turns]],
         lambda rollout_id: snapshot(rollout_id, turns=turns[rollout_id]),
         options=BuildOptions(),
         scale="none",
@@ -162,7 +163,7 @@ def test_rows_that_make_no_table_take_no_other_rollout_with_them() -> None:
         return replace(whole, entries=(odd, *whole.entries[1:]))
 
     requests = [request("r1", 1.0), request("r2", 5.0), request("r3", 0.0)]
-    summaries, table = gathered(build_group(requests, freeze, options=BuildOptions(), scale="none"))
+    summaries, table = gathered(build_groups([requests], freeze, options=BuildOptions(), scale="none"))
     assert [summary.rollout_id for summary in summaries] == ["r1", "r2", "r3"]
     assert [summary.masked for summary in summaries] == [False, True, False]
     assert summaries[1].details[0].startswith("ArrowTypeError: ")
@@ -179,7 +180,7 @@ def test_the_collector_rests_while_a_rollout_is_made_and_no_longer() -> None:
             raise KeyError(rollout_id)
         return snapshot(rollout_id, turns=1)
 
-    built_ones = build_group([request("r1"), request("r2")], freeze, options=BuildOptions(), scale="none")
+    built_ones = build_groups([[request("r1"), request("r2")]], freeze, options=BuildOptions(), scale="none")
     on += [gc.isenabled() for _ in built_ones]
     assert on == [False, False, True]
     gc.disable()

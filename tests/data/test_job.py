@@ -14,10 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 import ray.data
 
-from gym_capture.data import groups, job
-from gym_capture.data.job import REPORT_FILE, JobOptions, SourceSpec, build_trajectories, write_trajectories
-from gym_capture.data.requests import request_table
+from gym_capture.data import groups, job, parts
+from gym_capture.data.job import JobOptions, build_trajectories, write_trajectories
+from gym_capture.data.parts import Part, RowOptions
+from gym_capture.data.requests import groups_of, request_table
 from gym_capture.data.schema import SCHEMA, check_schema
+from gym_capture.data.sources import SourceSpec
+from gym_capture.data.staged_files import Staging
+from gym_capture.data.trajectory_files import REPORT_FILE, Work
 from gym_capture.data.watch import start_watch
 from gym_capture.errors import ConfigError, JobError
 from trainer_bridge.stream import parquet_batches, read_rollouts
@@ -34,6 +38,18 @@ def asked(*rollout_ids: str, groups: int = 2) -> pa.Table:
     return request_table(
         {"rollout_id": rollout_id, "group_id": f"g{i % groups}", "reward": float(i)}
         for i, rollout_id in enumerate(rollout_ids)
+    )
+
+
+def block(number: int, *rollout_ids: str) -> pa.Table:
+    """A part as its task gets it."""
+    part = Part(number=number, groups=tuple(groups_of(asked(*rollout_ids, groups=1))))
+    return pa.table({"part": [pickle.dumps(part)]})
+
+
+def work(directory: Path, out: str) -> Work:
+    return Work(
+        source=SOURCE, options=RowOptions(), staging=Staging(out=out, what="trajectories", uri=directory.as_uri())
     )
 
 
@@ -126,11 +142,9 @@ def test_DJ_05_blocks_that_are_split_small_still_sort_and_group() -> None:
 
 
 def test_row_groups_stay_small_so_that_readers_can(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "_ROW_GROUP_BYTES", 1)
+    monkeypatch.setattr(parts, "_ROW_GROUP_BYTES", 1)
     monkeypatch.setattr(groups, "_BATCH_BYTES", 1)
-    part = asked("a-1", "a-2", "a-3", groups=1).append_column("part", pa.array([7, 7, 7]))
-    location = job._Location(out="out", uri=tmp_path.as_uri())
-    job._write_part(part, source=SOURCE, options=JobOptions(), watch=start_watch(), location=location)
+    job._write_part(block(7, "a-1", "a-2", "a-3"), work=work(tmp_path, "out"), watch=start_watch())
     (path,) = tmp_path.iterdir()
     file = pq.ParquetFile(path)
     assert [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)] == [1, 1, 1]
@@ -174,16 +188,14 @@ def test_a_rollout_that_cannot_be_read_or_built_is_masked_with_the_reason(tmp_pa
 
 
 def test_a_full_disk_is_an_error_that_names_the_output(tmp_path: Path) -> None:
-    part = asked("a-1", "a-2").append_column("part", pa.array([0, 0]))
-    location = job._Location(out="full", uri=tmp_path.as_uri())
     watch = start_watch()
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        answer = job._write_part(part, source=SOURCE, options=JobOptions(), watch=watch, location=location)
+        answer = job._write_part(block(0, "a-1", "a-2"), work=work(tmp_path, "full"), watch=watch)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    error = pickle.loads(answer.column("part")[0].as_py())
+    error = pickle.loads(answer.column("answer")[0].as_py())
     assert isinstance(error, ConfigError)
     assert str(error).startswith("cannot write trajectories to full: [Errno 27]")
 

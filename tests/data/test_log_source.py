@@ -10,11 +10,13 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
-from gym_capture.data.job import JobOptions, SourceSpec, retire, write_trajectories
+from gym_capture.data.job import JobOptions, write_trajectories
 from gym_capture.data.log_source import opened_logs
 from gym_capture.data.report import report
 from gym_capture.data.requests import request_table
+from gym_capture.data.sources import SourceSpec, retire
 from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.operations import Begin, Commit
 from gym_capture.records import CallIntent
 from gym_capture.stores.log import LogStore
 
@@ -26,7 +28,7 @@ async def record(directory: Path, *rollout_ids: str) -> None:
     for rollout_id in rollout_ids:
         for entry in reversed(made_rollouts.snapshot(rollout_id).entries):
             intent = CallIntent(rollout_id=rollout_id, model_call_id=entry.model_call_id, created_at=0.0)
-            await store.put(entry, epoch=await store.begin_call(intent))
+            await store.write(Commit(entry, epoch=await store.write(Begin(intent))))
     await store.close()
 
 
@@ -44,7 +46,7 @@ def test_trajectories_of_all_logs_below_a_directory_and_retiring_them(tmp_path: 
             rollouts, source=source, out=tmp_path / "out", options=JobOptions(rollouts_per_part=1, workers=2)
         )
         assert (built.complete, built.missing) == (2, ("gone",))
-        assert asyncio.run(retire(source, built)) == ()
+        assert asyncio.run(retire(source, built.snapshots)) == ()
         assert asyncio.run(live(source)) == ["b"]
     rows = {row["rollout_id"]: row for row in pa.dataset.dataset(tmp_path / "out").to_table().to_pylist()}
     (trajectory,) = (row for name, row in rows.items() if name == "a")
@@ -57,7 +59,7 @@ def test_trajectories_of_all_logs_below_a_directory_and_retiring_them(tmp_path: 
 def test_a_log_that_is_in_use_is_an_error(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await LogStore.open(tmp_path)
-        await store.begin_call(CallIntent(rollout_id="r", model_call_id="c", created_at=0.0))
+        await store.write(Begin(CallIntent(rollout_id="r", model_call_id="c", created_at=0.0)))
         with pytest.raises(StoreUnavailableError, match="in use"):
             await asyncio.to_thread(lambda: opened_logs(tmp_path).__enter__())
         await store.close()
@@ -78,10 +80,10 @@ def test_a_rollout_that_has_changed_since_it_was_built_is_kept(tmp_path: Path) -
         await record(tmp_path, "a", "b")
         store = await LogStore.open(tmp_path)
         frozen = {name: await store.freeze(name) for name in ("a", "b")}
-        await store.begin_call(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0))
+        await store.write(Begin(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0)))
         await store.close()
         consumed = report([], [])
         snapshots = {name: (snapshot.snapshot_id, snapshot.version) for name, snapshot in frozen.items()}
-        assert await retire(source, replace(consumed, snapshots=snapshots)) == ("b",)
+        assert await retire(source, replace(consumed, snapshots=snapshots).snapshots) == ("b",)
 
     asyncio.run(scenario())

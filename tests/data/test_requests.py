@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from gym_capture.data import requests
 from gym_capture.data.requests import (
     REQUEST_SCHEMA,
     check_requests,
+    each_alone,
     groups_of,
     read_requests,
     request_table,
@@ -129,10 +131,46 @@ def test_ids_that_would_leave_their_directory_are_refused() -> None:
 @given(groups=st.lists(st.sampled_from("abcde"), min_size=1, max_size=30), size=st.integers(1, 10))
 def test_parts_hold_whole_groups_and_each_rollout_once(groups: list[str], size: int) -> None:
     table = request_table({"rollout_id": f"r{i}", "group_id": group} for i, group in enumerate(groups))
-    parts = split_into_parts(table, rollouts_per_part=size)
-    seen = [(request.rollout_id, request.group_id) for part in parts for group in groups_of(part) for request in group]
+    parts = split_into_parts(groups_of(table), rollouts_per_part=size)
+    seen = [(request.rollout_id, request.group_id) for part in parts for group in part for request in group]
     assert sorted(seen) == sorted((f"r{i}", group) for i, group in enumerate(groups))
-    found = [group[0].group_id for part in parts for group in groups_of(part)]
+    found = [group[0].group_id for part in parts for group in part]
     assert found == list(dict.fromkeys(groups))
-    assert all(part.num_rows >= size for part in parts[:-1])
-    assert all(part.num_rows < size + max(map(groups.count, groups)) for part in parts)
+    assert all(sum(map(len, part)) >= size for part in parts[:-1])
+    assert all(sum(map(len, part)) < size + max(map(groups.count, groups)) for part in parts)
+
+
+@given(sizes=st.lists(st.integers(0, 30), min_size=1, max_size=30), most=st.integers(1, 40))
+def test_parts_stay_below_so_many_bytes_unless_one_rollout_does_not(sizes: list[int], most: int) -> None:
+    groups = each_alone({f"r{i}": size for i, size in enumerate(sizes)})
+    parts = split_into_parts(groups, rollouts_per_part=1_000, bytes_per_part=most)
+    assert [group for part in parts for group in part] == groups
+    assert all(len(part) == 1 or sum(request.nbytes for (request,) in part) <= most for part in parts)
+
+
+def test_who_played_it_and_what_it_was_given_are_kept(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path,
+        '{"rollout_id": "a", "group_id": "g", "agent_name": "coder", '
+        '"input": [{"role": "user", "content": "\\u00e9"}]}\n'
+        '{"rollout_id": "b", "group_id": "g", "input": "go"}\n'
+        '{"rollout_id": "c", "group_id": "g"}\n',
+    )
+    ((a, b, c),) = groups_of(read_requests(path).table)
+    assert (a.agent_name, json.loads(a.input or "")) == ("coder", [{"role": "user", "content": "\u00e9"}])
+    assert (b.agent_name, b.input) == (None, '"go"')
+    assert (c.agent_name, c.input) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('"agent_name": 1', "agent_name must be a string"),
+        ('"agent_name": "\\ud83d"', "agent_name must be text"),
+        ('"input": {"role": "user"}', "input must be a text or a list"),
+        ('"input": ["go"]', "input must be a text or a list"),
+    ],
+)
+def test_an_agent_or_an_input_that_is_none_is_an_error(tmp_path: Path, field: str, message: str) -> None:
+    with pytest.raises(RecordError, match=f"line 1: {message}"):
+        read_requests(lines(tmp_path, f'{{"rollout_id": "a", "group_id": "g", {field}}}\n'))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 from dataclasses import replace
 from typing import Any
 
@@ -196,3 +197,28 @@ def test_several_trajectories_make_several_rows_of_one_rollout() -> None:
     rollout = built()
     two = replace(rollout, trajectories=rollout.trajectories * 2)
     assert [row["rollout_id"] for row in rows(two, group_id="g", reward=1.0)] == ["r1", "r1"]
+
+
+def test_a_row_holds_the_turns_that_go_with_its_ids() -> None:
+    whole = snapshot("r1", turns=2)
+    said = {"call-0": "h\u00e9", "call-1": "half \ud83d"}
+    entries = [
+        replace(e, output_items=({"type": "message", "content": said[e.model_call_id]},), token_item_index=0)
+        for e in whole.entries
+    ]
+    whole = replace(whole, entries=tuple(entries))
+    rollout = build(whole)
+    made = rows(rollout, snapshot=whole, group_id="g", reward=1.0, agent_name="coder", input_json='"go"')
+    (row,) = to_table(made).to_pylist()
+    assert [json.loads(items)[0]["content"] for items in row["output_items"]] == ["h\u00e9", "half \ufffd"]
+    assert row["token_item_indices"] == [0, 0]
+    assert (row["model"], row["agent_name"], row["input"], row["lost_tries"]) == ("policy", "coder", '"go"', 0)
+    assert schema.row_nbytes(made[0]) > schema.row_nbytes(rows(rollout, group_id="g", reward=1.0)[0])
+
+
+def test_a_table_of_before_the_columns_for_exporters_is_read() -> None:
+    older = [field for field in SCHEMA if field.name not in schema.OPTIONAL]
+    check_schema(pa.schema(older, metadata=SCHEMA.metadata))
+    odd = SCHEMA.set(SCHEMA.get_field_index("input"), pa.field("input", pa.int64()))
+    with pytest.raises(RecordError, match="column 'input' must be string"):
+        check_schema(odd)

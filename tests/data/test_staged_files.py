@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -69,16 +70,39 @@ def test_what_a_killed_process_left_is_removed_by_the_next(tmp_path: Path) -> No
     assert contents(tmp_path) == {"1.x": "whole"}
 
 
+def test_what_nobody_can_tell_to_be_left_stays_and_is_named(tmp_path: Path) -> None:
+    (tmp_path / ".parts-1").mkdir()  # version 0.1 held no lock
+    with staged_files(tmp_path, ["*.x"], what="it", overwrite=False) as staged:
+        assert staged.left == (".parts-1",)
+        write(staged, "1.x", text="whole")
+        with staged_files(tmp_path, ["*.y"], what="it", overwrite=False) as other:
+            assert other.left == (".parts-1",)  # the one that is written to is nobody's leavings
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".parts-1", "1.x"]
+
+
+def test_what_others_write_by_a_value_appears_under_its_name(tmp_path: Path) -> None:
+    with staged_files(tmp_path / "out", ["*.x"], what="it", overwrite=False) as staged:
+        with pickle.loads(pickle.dumps(staged.staging)).create("anything") as stream:
+            stream.write(b"whole")
+        with staged.staging.create("of a worker that died") as stream:
+            stream.write(b"half")
+        staged.add("anything", "1.x")
+        assert not list((tmp_path / "out").glob("*.x"))
+    assert contents(tmp_path / "out") == {"1.x": "whole"}
+
+
+def test_a_place_may_be_a_uri(tmp_path: Path) -> None:
+    with staged_files((tmp_path / "a b").as_uri(), ["*.x"], what="it", overwrite=False) as staged:
+        write(staged, "1.x", text="whole")
+    assert contents(tmp_path / "a b") == {"1.x": "whole"}
+
+
 PARENT = """
 import multiprocessing, time
-from gym_capture.data import directory
-
-def work(seconds):
-    time.sleep(seconds)
-    yield from ()
+from gym_capture.data.local_runner import in_processes
 
 if __name__ == "__main__":
-    for _ in directory._run(work, [0, 600, 600], 2):
+    for _ in in_processes(time.sleep, [0, 600, 600], 2):
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
 """
 

@@ -15,6 +15,7 @@ from gym_capture.builder import build
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import RetiredRolloutError
+from gym_capture.operations import Begin, Commit, Drop
 from gym_capture.reasons import reason_name
 from gym_capture.records import Continues
 from gym_capture.stores.frames import RecordType
@@ -187,16 +188,16 @@ def test_a_clock_that_jumps_revives_nothing_and_forgets_nothing(
 
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, segment_bytes=1)
-        epoch = await store.begin_call(sample_intent("gone", "c"))
-        kept = await store.begin_call(sample_intent("kept", "c"))
-        await store.put(sample_entry("kept", "c"), epoch=kept)
+        epoch = await store.write(Begin(sample_intent("gone", "c")))
+        kept = await store.write(Begin(sample_intent("kept", "c")))
+        await store.write(Commit(sample_entry("kept", "c"), epoch=kept))
         snapshot = await store.freeze("gone")
-        await store.drop("gone", snapshot.snapshot_id, snapshot.version)
+        await store.write(Drop("gone", snapshot.snapshot_id, snapshot.version))
         monkeypatch.setattr(time, "time", lambda: now() + jump_s)
         for _ in range(2):
             await store.compact()
             with pytest.raises(RetiredRolloutError):
-                await store.put(sample_entry("gone", "c"), epoch=epoch)
+                await store.write(Commit(sample_entry("gone", "c"), epoch=epoch))
             assert await store.rollout_ids() == ["kept"]
             (entry,) = (await store.freeze("kept")).entries
             assert entry.model_call_id == "c"

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -17,14 +18,15 @@ from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step,
 from gym_capture.errors import StoreError
 from gym_capture.fingerprint import Fingerprinter
 from gym_capture.lineage import LineageIndex
+from gym_capture.operations import Begin, Commit, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.protocols import Resolution
 from gym_capture.records import CallIntent, Snapshot, TokenEntry
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
-from gym_capture.serving.state import Begun
 from gym_capture.serving.stats import ShardStats
+from gym_capture.sinks import BegunCall, TokenSink
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.template import ChatTemplate
 
@@ -65,42 +67,41 @@ class LocalState:
         self.deliveries: list[tuple[str, bool]] = []
         """What was said of deliveries: call ids, and whether their replies left whole."""
 
-    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun:
+    async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> BegunCall:
         if self.begin_fails is not None:
             raise self.begin_fails
-        epoch = await self.store.begin_call(intent)
+        epoch = await self.store.write(Begin(intent))
         resolution = self._lineage.resolve(intent.rollout_id, turn_keys, asked_keys)
-        return Begun(epoch, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
+        sink = TokenSink(self, intent.rollout_id, epoch)
+        return BegunCall(sink, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        self.put_begins.set()
-        await self.gate.wait()
-        if self.put_fails is not None:
-            raise self.put_fails
-        await self.store.put(entry.as_delta(), epoch=epoch)
-        assert self._lineage.add(entry) == ()
+    async def write(self, operation: Operation) -> int:
+        if isinstance(operation, Commit):
+            self.put_begins.set()
+            await self.gate.wait()
+        fails = self._fails(operation)
+        if fails is not None:
+            raise fails
+        if isinstance(operation, Commit):
+            epoch = await self.store.write(replace(operation, entry=operation.entry.as_delta()))
+            assert self._lineage.add(operation.entry) == ()
+            return epoch
+        epoch = await self.store.write(operation)
+        if isinstance(operation, MarkDelivery):
+            self._lineage.mark_delivery(operation.rollout_id, operation.call_id, delivered=operation.delivered)
+            self.deliveries.append((operation.call_id, operation.delivered))
+        return epoch
 
-    async def abandon_call(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self.store.abandon_call(rollout_id, call_id, epoch=epoch)
-
-    async def mark_incomplete(self, rollout_id: str, reason: str, *, epoch: int) -> None:
-        if self.mark_fails is not None:
-            raise self.mark_fails
-        await self.store.mark_incomplete(rollout_id, reason, epoch=epoch)
-
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await self.store.mark_delivered(rollout_id, call_id, epoch=epoch)
-        self._marked(rollout_id, call_id, delivered=True)
-
-    async def mark_undelivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        if self.mark_fails is not None:
-            raise self.mark_fails
-        await self.store.mark_undelivered(rollout_id, call_id, epoch=epoch)
-        self._marked(rollout_id, call_id, delivered=False)
-
-    def _marked(self, rollout_id: str, call_id: str, *, delivered: bool) -> None:
-        self._lineage.mark_delivery(rollout_id, call_id, delivered=delivered)
-        self.deliveries.append((call_id, delivered))
+    def _fails(self, operation: Operation) -> StoreError | None:
+        match operation:
+            case Commit():
+                return self.put_fails
+            case MarkIncomplete():
+                return self.mark_fails
+            case MarkDelivery():
+                return None if operation.delivered else self.mark_fails
+            case _:
+                return None
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return self._lineage.resolve(rollout_id, turn_keys)

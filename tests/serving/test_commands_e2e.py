@@ -1,4 +1,4 @@
-"""The commands of the README, one after the other, on a served graph: roll out, build, train."""
+"""The commands of the README, one after the other, on a served graph: roll out, build, train, export."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import ray
 
 from gym_capture.models import tiny_dir
 from tests.serving.graph import Graph
+from trainer_bridge.nemo_rl import contiguity_walk
 
 pytestmark = pytest.mark.engine
 
@@ -60,6 +61,15 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     assert trained.returncode == 0, trained.stderr
     metrics = json.loads(trained.stdout)
     assert metrics["trained_tokens"] == report["generated_tokens_delivered"]
+
+    arguments = ("--to", "nemo-rl", "--agent", "tool-agent", "--out", tmp_path / "nemo-rl")
+    exported = gym_capture("export", tmp_path / "parquet", *arguments)
+    assert exported.returncode == 0, exported.stderr
+    records = [json.loads(line) for line in (tmp_path / "nemo-rl" / "rollouts.jsonl").read_text().splitlines()]
+    outputs = [record["response"]["output"] for record in records]
+    sampled = [len(m.token_ids) for output in outputs for m in contiguity_walk(output) if m.role == "assistant"]
+    assert sum(sampled) == report["generated_tokens_delivered"]
+    assert {item["type"] for output in outputs for item in output} >= {"function_call"}
 
 
 def test_the_state_of_a_graph_that_is_served_is_not_stopped(graph: Graph) -> None:

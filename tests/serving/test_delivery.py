@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from gym_capture.builder import BuiltRollout, build
+from gym_capture.operations import Begin, Commit
 from gym_capture.protocols import Resolution, Resolved
 from gym_capture.records import Continues, Root, TokenEntry, Unresolved
-from gym_capture.serving.state import Begun, StateClient
+from gym_capture.serving.state import StateClient
+from gym_capture.sinks import BegunCall
 from tests.calls import call, excluded, only
 from tests.serving.shards import LocalActor, client_of, shard
 from tests.serving.test_state import intent
@@ -30,18 +32,18 @@ class Graph:
     actor: LocalActor
     state: StateClient
 
-    async def begin(self, entry: TokenEntry, turn_keys: list[str]) -> Begun:
+    async def begin(self, entry: TokenEntry, turn_keys: list[str]) -> BegunCall:
         body = str(entry.prompt_token_ids.tolist())
         return await self.state.begin(replace(intent(entry.model_call_id), request_digest=body), turn_keys)
 
     async def answered(self, entry: TokenEntry, turn_keys: list[str], *, sent: bool | None) -> None:
         """A call as a replica makes it. sent: whether its reply's end left; None: the replica died in between."""
         begun = await self.begin(entry, turn_keys)
-        await self.state.put(entry, epoch=begun.epoch)
+        await begun.sink.put(entry)
         if sent is False:
-            await self.state.mark_undelivered("r1", entry.model_call_id, epoch=begun.epoch)
+            await begun.sink.mark_delivery(entry.model_call_id, delivered=False)
         elif sent and begun.may_be_retry:
-            await self.state.mark_delivered("r1", entry.model_call_id, epoch=begun.epoch)
+            await begun.sink.mark_delivery(entry.model_call_id, delivered=True)
 
     async def outcome(self) -> tuple[BuiltRollout, Resolution]:
         """What a build makes of the rollout, and lineage of its echo: the same live and after a restart."""
@@ -146,8 +148,8 @@ def test_putting_a_marked_record_again_is_no_conflict(tmp_path: Path) -> None:
         played = await retried(tmp_path, a_sent=False, b_sent=True)
         before = await played.state.freeze("r1")
         await played.actor.restart()
-        epoch = await played.state.begin_call(intent("a"))
-        await played.state.put(TRY_A, epoch=epoch)
+        epoch = await played.state.write(Begin(intent("a")))
+        await played.state.write(Commit(TRY_A, epoch=epoch))
         after = await played.state.freeze("r1")
         assert (after.snapshot_id, after.problems, after.incomplete) == (before.snapshot_id, (), ())
 

@@ -20,6 +20,7 @@ from gym_capture.dialects import fields
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step, in_order, saying
 from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
+from gym_capture.operations import Drop
 from gym_capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
 from gym_capture.splice import full_prompt
 from tests.serving.replica import (
@@ -447,7 +448,7 @@ def test_a_rollout_that_was_consumed_refuses_late_calls(template: HfChatTemplate
         replica = Replica(template, says(template, "one"))
         await replica.chat(USER)
         snapshot = await replica.state.snapshot()
-        await replica.state.store.drop("r1", snapshot.snapshot_id, snapshot.version)
+        await replica.state.store.write(Drop("r1", snapshot.snapshot_id, snapshot.version))
         late = await replica.chat(USER)
         assert late.status_code == 409
         assert len(replica.engine.calls) == 1

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 
 from gym_capture.errors import RetiredRolloutError
+from gym_capture.operations import Begin, Clear, Commit, Drop, Operation
 from gym_capture.records import Root
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.stores.memory import MemoryStore
@@ -22,9 +23,11 @@ class Watched(MemoryStore):
 
     DROPPED: ClassVar[asyncio.Event]
 
-    async def drop(self, rollout_id: str, snapshot_id: str, version: int) -> None:
-        await super().drop(rollout_id, snapshot_id, version)
-        self.DROPPED.set()
+    async def write(self, operation: Operation) -> int:
+        epoch = await super().write(operation)
+        if isinstance(operation, Drop):
+            self.DROPPED.set()
+        return epoch
 
 
 class Clock:
@@ -60,17 +63,17 @@ def test_what_is_given_up_is_counted_and_refuses_late_writers(tmp_path: Path) ->
         actor = LocalActor(lambda: shard(tmp_path))
         state = client_of(actor)
         await play(state, "r1", calls=2)
-        epoch = await state.begin_call(intent("late", "r2"))
+        epoch = await state.write(Begin(intent("late", "r2")))
         assert await actor.shard.retire_idle(3_600.0) == []
         assert await actor.shard.retire_idle(0.0) == ["r1", "r2"]
         stats = await state.stats()
         assert (stats.idle_retired, stats.live_rollouts, stats.lineage_rollouts, stats.longest_idle_s) == (2, 0, 0, 0)
         with pytest.raises(RetiredRolloutError):
-            await state.put(call("late", [1], [2], parent=Root(), rollout_id="r2"), epoch=epoch)
+            await state.write(Commit(call("late", [1], [2], parent=Root(), rollout_id="r2"), epoch=epoch))
         with pytest.raises(RetiredRolloutError):
-            await state.begin_call(intent("next", "r1"))
-        await state.clear("r1")
-        await state.begin_call(intent("next", "r1"))
+            await state.write(Begin(intent("next", "r1")))
+        await state.write(Clear("r1"))
+        await state.write(Begin(intent("next", "r1")))
 
         await actor.restart()
         assert await state.rollout_ids() == ["r1"]
@@ -83,7 +86,7 @@ def test_an_actor_looks_for_them_by_itself_only_if_it_is_told_to(tmp_path: Path)
     async def run() -> None:
         Watched.DROPPED = asyncio.Event()
         limited = LocalActor(lambda: shard(tmp_path, store=f"{__name__}:Watched.open", max_idle_s=0.01))
-        await client_of(limited).begin_call(intent("a"))
+        await client_of(limited).write(Begin(intent("a")))
         async with asyncio.timeout(30):
             await Watched.DROPPED.wait()
         await limited.shard.close()

@@ -22,7 +22,7 @@ from gym_capture.errors import EngineError, StoreUnavailableError
 from gym_capture.records import CallIntent
 from gym_capture.serving import gateway
 from gym_capture.serving.config import GraphArgs
-from gym_capture.serving.state import Begun
+from gym_capture.sinks import BegunCall
 from tests.serving.replica import (
     STOP,
     USER,
@@ -152,7 +152,7 @@ def test_a_client_that_goes_away_before_the_engine_has_its_call_leaves_nothing(
         replica = Replica(template, lambda _: hanging())
         begin, begins, may_begin = replica.state.begin, asyncio.Event(), asyncio.Event()
 
-        async def slow(intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> Begun:
+        async def slow(intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> BegunCall:
             begun = await begin(intent, turn_keys, asked_keys)
             begins.set()
             await may_begin.wait()

@@ -22,6 +22,7 @@ from gym_capture.dialects.chat import ChatDialect
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, saying
 from gym_capture.fingerprint import Fingerprinter
+from gym_capture.operations import MarkDelivery, Operation
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.state import StateClient
 from tests.serving.replica import STOP, USER, chat_body, chat_path, gateway_over, listening
@@ -37,9 +38,11 @@ class Watched(StateClient):
         super().__init__([cast(ActorHandle[Any], actor)])
         self.marked = asyncio.Event()
 
-    async def mark_delivered(self, rollout_id: str, call_id: str, *, epoch: int) -> None:
-        await super().mark_delivered(rollout_id, call_id, epoch=epoch)
-        self.marked.set()
+    async def write(self, operation: Operation) -> int:
+        epoch = await super().write(operation)
+        if isinstance(operation, MarkDelivery) and operation.delivered:
+            self.marked.set()
+        return epoch
 
 
 @dataclass

@@ -13,9 +13,11 @@ import pytest
 
 from gym_capture.codec import encode_delta
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
-from gym_capture.protocols import EncodedPut, LineageStore, Resolved
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, TokenEntry, Unresolved
+from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.protocols import LineageStore, Resolved
+from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved
 from gym_capture.serving.state import StateClient
+from gym_capture.serving.state_messages import BeginCall, CommitBytes, Request
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
@@ -32,8 +34,8 @@ def test_resolving_leaves_no_trace(tmp_path: Path) -> None:
     async def run() -> None:
         state = client(tmp_path)
         lineage: LineageStore = state
-        epoch = await state.begin_call(intent("a"))
-        await state.put(call("a", [1, 2], [3], parent=Root(), turn_key="k1"), epoch=epoch)
+        epoch = await state.write(Begin(intent("a")))
+        await state.write(Commit(call("a", [1, 2], [3], parent=Root(), turn_key="k1"), epoch=epoch))
         before = await state.freeze("r1")
 
         resolution = await lineage.resolve("r1", ["k1"])
@@ -54,13 +56,13 @@ def test_resolving_leaves_no_trace(tmp_path: Path) -> None:
 def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_actor(tmp_path: Path) -> None:
     async def run() -> None:
         state = client(tmp_path)
-        epoch = await state.begin_call(intent("a"))
+        epoch = await state.write(Begin(intent("a")))
         entry = replace(
             call("a", [1, 2], [3], parent=Root(), turn_key="k1"),
             asked_key="asked",
             other_turn_keys={"with stop": "stop_string_put_back"},
         )
-        await state.put(entry, epoch=epoch)
+        await state.write(Commit(entry, epoch=epoch))
         put_back = (await state.begin(intent("b"), ["with stop"], ["asked"])).resolution
         assert isinstance(put_back, Resolved)
         assert (put_back.call_id, put_back.rule) == ("a", "stop_string_put_back")
@@ -76,9 +78,9 @@ def test_resolutions_of_a_process_travel_together(tmp_path: Path) -> None:
     async def run() -> None:
         state = client(tmp_path, shards=2)
         for name in ("r1", "r2", "r3"):
-            epoch = await state.begin_call(intent("a", name))
+            epoch = await state.write(Begin(intent("a", name)))
             entry = call("a", [1], [int(name[1:])], parent=Root(), turn_key="k", rollout_id=name)
-            await state.put(entry, epoch=epoch)
+            await state.write(Commit(entry, epoch=epoch))
         answers = await asyncio.gather(*(state.resolve(f"r{1 + number % 3}", ["k"]) for number in range(60)))
         for number, answer in enumerate(answers):
             assert isinstance(answer, Resolved)
@@ -100,29 +102,30 @@ def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path, store
 
     async def run() -> None:
         state = client(tmp_path, store=store)
-        epoch = await state.begin_call(intent("a"))
+        epoch = await state.write(Begin(intent("a")))
         entry = call("a", [1, 2], [3], parent=Root(), turn_key="k1")
         wrong: list[Any] = [
-            state.mark_incomplete("r1", cast(str, 5), epoch=epoch),
-            state.mark_incomplete("r1", cast(str, None), epoch=epoch),
-            state.mark_incomplete("r1", "x", epoch=float(epoch)),  # type: ignore[arg-type]  # equals the epoch
-            state.put(entry, epoch=cast(int, True)),  # equals the first epoch, too
-            state.abandon_call("r1", cast(str, Unprintable()), epoch=epoch),
-            state.mark_delivered("r1", cast(str, ["a"]), epoch=epoch),
+            state.write(MarkIncomplete("r1", cast(str, 5), epoch=epoch)),
+            state.write(MarkIncomplete("r1", cast(str, None), epoch=epoch)),
+            state.write(MarkIncomplete("r1", "x", epoch=float(epoch))),  # type: ignore[arg-type]  # equals the epoch
+            state.write(Commit(entry, epoch=cast(int, True))),  # equals the first epoch, too
+            state.write(Abandon("r1", cast(str, Unprintable()), epoch=epoch)),
+            state.write(MarkDelivery("r1", cast(str, ["a"]), delivered=True, epoch=epoch)),
             state.begin(CallIntent(rollout_id="r1", model_call_id="b", created_at=cast(float, "noon")), ()),
             state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
-            state._batched("r1", "put", 5, epoch),
-            state._batched("r1", "put", b"not a record", epoch),
-            state._batched("r1", "put", encode_delta(entry)[:-8], epoch),
-            state._batched("r1", "put", encode_delta(entry)),
-            state._batched("r1", "no_such_method"),
+            state._send("r1", CommitBytes(cast(bytes, 5), epoch)),
+            state._send("r1", CommitBytes(b"not a record", epoch)),
+            state._send("r1", CommitBytes(encode_delta(entry)[:-8], epoch)),
+            state._send("r1", Commit(entry, epoch=epoch)),
+            state._send("r1", cast(Request, ("no", "such", "request"))),
+            state._send("r1", BeginCall(cast(CallIntent, "a"))),
         ]
-        right: list[Any] = [state.begin_call(intent(f"c{number}")) for number in range(3)]
-        answers = await asyncio.gather(*wrong, *right, state.put(entry, epoch=epoch), return_exceptions=True)
+        right: list[Any] = [state.write(Begin(intent(f"c{number}"))) for number in range(3)]
+        answers = await asyncio.gather(*wrong, *right, state.write(Commit(entry, epoch=epoch)), return_exceptions=True)
         for answer in answers[: len(wrong)]:
             assert isinstance(answer, GymCaptureError)
             assert not isinstance(answer, StoreUnavailableError)  # to repeat it is no use
-        assert answers[len(wrong) :] == [epoch, epoch, epoch, None]
+        assert answers[len(wrong) :] == [epoch, epoch, epoch, epoch]
         found = await state.freeze("r1")
         assert [entry.model_call_id for entry in found.entries] == ["a"]
         assert found.incomplete == ("dangling_intent:c0", "dangling_intent:c1", "dangling_intent:c2")
@@ -136,15 +139,14 @@ class Together(LogStore):
     seen: ClassVar[list[list[str]]] = []
     is_broken: ClassVar[bool] = False
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        raise AssertionError("a store that takes the bytes gets them")
-
-    async def put_many(self, puts: Sequence[EncodedPut]) -> list[GymCaptureError | None]:
-        assert all(encode_delta(put.entry) == put.data for put in puts)
-        self.seen.append([put.entry.model_call_id for put in puts])
-        if self.is_broken:
-            raise StoreUnavailableError("the disk is gone")
-        return await super().put_many(puts)
+    async def write_many(self, operations: Sequence[Operation]) -> list[int | GymCaptureError]:
+        commits = [operation for operation in operations if isinstance(operation, Commit)]
+        if commits:
+            assert all(encode_delta(commit.entry) == commit.encoded for commit in commits)
+            self.seen.append([commit.call_id for commit in commits])
+            if self.is_broken:
+                raise StoreUnavailableError("the disk is gone")
+        return await super().write_many(operations)
 
 
 def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_path: Path) -> None:
@@ -153,9 +155,11 @@ def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_pat
     async def run() -> None:
         Together.seen.clear()
         state = client(tmp_path, store=f"{__name__}:Together.open", store_kwargs={"fsync": False})
-        epochs = [await state.begin_call(intent("first", f"r{number}")) for number in range(4)]
+        epochs = [await state.write(Begin(intent("first", f"r{number}"))) for number in range(4)]
         puts = [
-            state.put(call("c", [1], [number], parent=Root(), turn_key="k", rollout_id=f"r{number}"), epoch=epoch)
+            state.write(
+                Commit(call("c", [1], [number], parent=Root(), turn_key="k", rollout_id=f"r{number}"), epoch=epoch)
+            )
             for number, epoch in enumerate(epochs)
         ]
         again = call("c", [1], [0], parent=Root(), turn_key="k", rollout_id="r0")
@@ -163,21 +167,21 @@ def test_puts_that_arrive_together_are_stored_together_and_answered_each(tmp_pat
         late = call("d", [1], [9], parent=Root(), rollout_id="r2")
         orphan = call("e", [2], [9], parent=Continues("nobody", 2), prompt_offset=2, rollout_id="r3")
         answers = await asyncio.gather(
-            state.begin_call(intent("x", "r0")),
+            state.write(Begin(intent("x", "r0"))),
             puts[0],
-            state.put(again, epoch=epochs[0]),
+            state.write(Commit(again, epoch=epochs[0])),
             puts[1],
-            state.begin_call(intent("y", "r1")),
-            state.put(other, epoch=epochs[1]),
-            state.put(late, epoch=epochs[2] + 99),
+            state.write(Begin(intent("y", "r1"))),
+            state.write(Commit(other, epoch=epochs[1])),
+            state.write(Commit(late, epoch=epochs[2] + 99)),
             puts[2],
-            state.put(orphan, epoch=epochs[3]),
+            state.write(Commit(orphan, epoch=epochs[3])),
             puts[3],
             return_exceptions=True,
         )
-        kinds = [int, None, None, None, int, ConflictingCallError, RetiredRolloutError, None, None, None]
-        assert [answer if answer is None else type(answer) for answer in answers] == kinds
-        assert (answers[0], answers[4]) == (epochs[0], epochs[1])
+        r0, r1, r2, r3 = epochs
+        kinds = [r0, r0, r0, r1, r1, ConflictingCallError, RetiredRolloutError, r2, r3, r3]
+        assert [answer if isinstance(answer, int) else type(answer) for answer in answers] == kinds
         assert Together.seen == [["c", "c", "c", "c", "d", "c", "e", "c"]]
         for number in range(4):
             found = await state.resolve(f"r{number}", ["k"])
@@ -195,11 +199,11 @@ def test_when_a_store_fails_as_a_whole_each_put_is_told_of_its_own_rollout(
 ) -> None:
     async def run() -> None:
         state = client(tmp_path, store=f"{__name__}:Together.open", store_kwargs={"fsync": False})
-        epochs = [await state.begin_call(intent("c", f"r{number}")) for number in range(3)]
+        epochs = [await state.write(Begin(intent("c", f"r{number}"))) for number in range(3)]
         entries = [call("c", [1], [2], parent=Root(), rollout_id=f"r{number}") for number in range(3)]
         monkeypatch.setattr(Together, "is_broken", True)
         answers = await asyncio.gather(
-            *(state.put(entry, epoch=epoch) for entry, epoch in zip(entries, epochs, strict=True)),
+            *(state.write(Commit(entry, epoch=epoch)) for entry, epoch in zip(entries, epochs, strict=True)),
             return_exceptions=True,
         )
         told = [answer.rollout_id for answer in answers if isinstance(answer, StoreUnavailableError)]
@@ -228,7 +232,7 @@ async def play(state: StateClient, rollout_id: str, *, calls: int) -> None:
         generated = [int(rollout_id[1:]), number]
         keys.append(f"k{number}")
         entry = call(call_id, ids, generated, parent=parent, turn_key=keys[-1], rollout_id=rollout_id)
-        await state.put(entry, epoch=begun.epoch)
+        await begun.sink.put(entry)
         ids = ids + generated
 
 

@@ -12,8 +12,10 @@ import pytest
 from ray.actor import ActorHandle
 
 from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.operations import Begin, Clear, MarkIncomplete
 from gym_capture.records import CallIntent
 from gym_capture.serving.state import StateClient, start_shards
+from gym_capture.serving.state_messages import BeginCall, CommitBytes
 from gym_capture.stores.log import LogStore
 
 
@@ -33,9 +35,9 @@ def test_nobody_waits_for_an_actor_that_cannot_be_asked() -> None:
         intents = (CallIntent(rollout_id="r", model_call_id=f"c{number}", created_at=1.0) for number in range(3))
         async with asyncio.timeout(10):
             answers = await asyncio.gather(
-                *map(state.begin_call, intents),
+                *(state.write(Begin(intent)) for intent in intents),
                 state.freeze("r"),
-                state.clear("r"),
+                state.write(Clear("r")),
                 state.stats(),
                 return_exceptions=True,
             )
@@ -74,7 +76,7 @@ def test_a_batch_is_no_part_of_the_request_that_sends_it() -> None:
             REQUEST.set(request)
             for _ in range(int(request)):  # so that they do not all leave together
                 await asyncio.sleep(0)
-            await state.mark_incomplete("r", request, epoch=0)
+            await state.write(MarkIncomplete("r", request, epoch=0))
 
         async with asyncio.TaskGroup() as requests:
             for number in range(1, 9):
@@ -96,10 +98,10 @@ class Packages:
         self.sizes: list[list[int]] = []
         self.batch = self
 
-    def remote(self, *parts: Sequence[tuple[str, tuple[object, ...]]]) -> asyncio.Future[list[object]]:
+    def remote(self, *parts: Sequence[tuple[object, ...]]) -> asyncio.Future[list[object]]:
         self.sizes.append([len(pickle.dumps(part)) for part in parts])
         answer: asyncio.Future[list[object]] = asyncio.get_running_loop().create_future()
-        answer.set_result([args[1] for part in parts for _, args in part])
+        answer.set_result([request[1] for part in parts for request in part])
         return answer
 
 
@@ -107,12 +109,13 @@ def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> None:
     async def run() -> None:
         shard = Packages()
         state = StateClient([cast(ActorHandle[Any], shard)])
-        keys = [f"{number:064}" for number in range(100)]
-        records = [state._batched("r", "put", b"x" * 5_000, number) for number in range(40)]
-        begins = [state._batched("r", "begin", "intent", number, tuple(keys)) for number in range(40)]
-        large = [state._batched("r", "put", b"x" * 300_000, number) for number in range(2)]
+        intent = CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)
+        keys = [tuple(f"{number:064}" for number in range(first, first + 100)) for first in range(40)]
+        records = [state._send("r", CommitBytes(b"x" * 5_000, number)) for number in range(40)]
+        begins = [state._send("r", BeginCall(intent, of_one)) for of_one in keys]
+        large = [state._send("r", CommitBytes(b"x" * 300_000, number)) for number in range(2)]
         answers = await asyncio.gather(*records, *large, *begins)
-        assert answers == [*range(40), *range(2), *range(40)]
+        assert answers == [*range(40), *range(2), *keys]
         (sizes,) = shard.sizes
         assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
         assert len(sizes) < 12  # each argument has its price, too

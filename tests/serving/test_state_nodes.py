@@ -16,6 +16,7 @@ from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
 from gym_capture.demo.processes import free_port
+from gym_capture.operations import Clear
 from gym_capture.protocols import Resolved
 from gym_capture.serving.state import StateClient, connect, start_shards
 from tests.serving.shards import LOG
@@ -91,7 +92,7 @@ async def mirrored(state: StateClient) -> None:
         number = 0
         while (await state.stats()).lost_mirrors or number < SHARDS * 4:
             await play(state, f"r9{number:03}", calls=1)
-            await state.clear(f"r9{number:03}")
+            await state.write(Clear(f"r9{number:03}"))
             number += 1
             await asyncio.sleep(0.1)
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
-from gym_capture.records import Continues, Root, TokenEntry
+from gym_capture.operations import Commit, Drop, Operation
+from gym_capture.records import Continues, Root
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
@@ -30,17 +31,17 @@ def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         for name in ("r1", "r2", "r3"):
             await play(state, name, calls=3)
         begun = await state.begin(intent("lost", "r1"), ["edited"])
-        await state.mark_incomplete("r1", "capture_failed:lost", epoch=begun.epoch)
-        await state.mark_undelivered("r1", "c2", epoch=begun.epoch)
+        await begun.sink.mark_incomplete("capture_failed:lost")
+        await begun.sink.mark_delivery("c2", delivered=False)
         supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
         supplied = replace(supplied, normalized=("billing_header", "tool_left_out:mcp"))
         refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
         for entry in (supplied, refused):
-            await state.put(entry, epoch=begun.epoch)
+            await begun.sink.put(entry)
         with pytest.raises(RetiredRolloutError):
-            await state.put(call("late", [1], [2], parent=Root()), epoch=begun.epoch + 99)
+            await state.write(Commit(call("late", [1], [2], parent=Root()), epoch=begun.sink.epoch + 99))
         snapshot = await state.freeze("r2")
-        await state.drop("r2", snapshot.snapshot_id, snapshot.version)
+        await state.write(Drop("r2", snapshot.snapshot_id, snapshot.version))
 
         stats = await state.stats()
         assert stats.shards == 2
@@ -106,10 +107,11 @@ class Slow(MemoryStore):
         self.gate = asyncio.Event()
         self.arrivals = asyncio.Semaphore(0)
 
-    async def put(self, entry: TokenEntry, *, epoch: int) -> None:
-        self.arrivals.release()
-        await self.gate.wait()
-        await super().put(entry, epoch=epoch)
+    async def write(self, operation: Operation) -> int:
+        if isinstance(operation, Commit):
+            self.arrivals.release()
+            await self.gate.wait()
+        return await super().write(operation)
 
 
 SLOW: list[Slow] = []
@@ -127,13 +129,13 @@ def test_calls_are_turned_away_while_too_much_waits_for_the_disk(tmp_path: Path)
         state = client(tmp_path, store=f"{__name__}:open_slow", waiting_bytes=3_000)
         begun = await state.begin(intent("c0"), [])
         entries = [call(f"c{number}", [1] * 500, [2], parent=Root()) for number in range(4)]
-        putting = [asyncio.ensure_future(state.put(entry, epoch=begun.epoch)) for entry in entries[:3]]
+        putting = [asyncio.ensure_future(begun.sink.put(entry)) for entry in entries[:3]]
         for _ in putting:
             await SLOW[-1].arrivals.acquire()
         assert (await state.stats()).waiting_puts == 3
         with pytest.raises(StoreOverloadedError, match="3 records wait for the disk"):
             await state.begin(intent("late"), [])
-        putting.append(asyncio.ensure_future(state.put(entries[3], epoch=begun.epoch)))
+        putting.append(asyncio.ensure_future(begun.sink.put(entries[3])))
         SLOW[-1].gate.set()
         await asyncio.gather(*putting)
         await state.begin(intent("later"), [])

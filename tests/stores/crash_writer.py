@@ -8,6 +8,7 @@ import os
 import sys
 
 from gym_capture.conformance import sample_entry, sample_intent
+from gym_capture.operations import Begin, Commit, Drop
 from gym_capture.stores.log import LogStore
 
 WORKERS = 24
@@ -17,14 +18,14 @@ async def work(store: LogStore, generation: str, worker: int) -> None:
     for turn in range(1_000_000):
         rollout_id = f"g{generation}w{worker}r{turn // 5}"
         call_id = f"c{turn % 5}"
-        epoch = await store.begin_call(sample_intent(rollout_id, call_id))
+        epoch = await store.write(Begin(sample_intent(rollout_id, call_id)))
         acknowledged("begun", rollout_id, call_id)
-        await store.put(sample_entry(rollout_id, call_id, generation=range(1 + turn % 50)), epoch=epoch)
+        await store.write(Commit(sample_entry(rollout_id, call_id, generation=range(1 + turn % 50)), epoch=epoch))
         acknowledged("put", rollout_id, call_id)
         if turn % 10 == 9:
             snapshot = await store.freeze(rollout_id)
             acknowledged("dropping", rollout_id, "-")
-            await store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)
+            await store.write(Drop(rollout_id, snapshot.snapshot_id, snapshot.version))
             acknowledged("dropped", rollout_id, "-")
 
 

@@ -1,9 +1,9 @@
 """Records as they reach a store from a state actor."""
 
 from gym_capture.codec import encode_delta
-from gym_capture.protocols import EncodedPut
+from gym_capture.operations import Commit
 from gym_capture.records import TokenEntry
 
 
-def encoded_put(entry: TokenEntry, epoch: int) -> EncodedPut:
-    return EncodedPut(entry, encode_delta(entry), epoch)
+def encoded_commit(entry: TokenEntry, epoch: int) -> Commit:
+    return Commit(entry, epoch=epoch, encoded=encode_delta(entry))

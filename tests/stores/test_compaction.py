@@ -11,13 +11,14 @@ import pytest
 from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import RetiredRolloutError
+from gym_capture.operations import Begin, Clear, Commit, Drop
 from gym_capture.records import Snapshot, TokenEntry
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Disk
 from tests.stores.disks import GatedSync
-from tests.stores.puts import encoded_put
+from tests.stores.puts import encoded_commit
 
 
 def big_entry(rollout_id: str, call_id: str) -> TokenEntry:
@@ -25,12 +26,12 @@ def big_entry(rollout_id: str, call_id: str) -> TokenEntry:
 
 
 async def begin(store: LogStore, rollout_id: str, call_id: str) -> int:
-    return await store.begin_call(sample_intent(rollout_id, call_id))
+    return await store.write(Begin(sample_intent(rollout_id, call_id)))
 
 
 async def drop(store: LogStore, rollout_id: str) -> None:
     snapshot = await store.freeze(rollout_id)
-    await store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)
+    await store.write(Drop(rollout_id, snapshot.snapshot_id, snapshot.version))
 
 
 def log_bytes(directory: Path) -> int:
@@ -48,7 +49,7 @@ def test_space_of_dropped_rollouts_comes_back(tmp_path: Path) -> None:
         for index in range(60):
             rollout_id = f"r{index}"
             epoch = await begin(store, rollout_id, "c")
-            await store.put(big_entry(rollout_id, "c"), epoch=epoch)
+            await store.write(Commit(big_entry(rollout_id, "c"), epoch=epoch))
             if index % 20 == 0:
                 kept[rollout_id] = contents(await store.freeze(rollout_id))
             else:
@@ -75,9 +76,11 @@ def test_tombstone_outlives_the_records_that_it_retires(tmp_path: Path) -> None:
         store = await LogStore.open(tmp_path, segment_bytes=1, tombstone_ttl_s=-1)
         stay, old, filler = [await begin(store, rollout_id, "c") for rollout_id in ("stay", "old", "filler")]
         # One segment with the records of `old` that is worth keeping, for the sake of `stay`.
-        await store.put_many([encoded_put(big_entry("stay", "c"), stay), encoded_put(sample_entry("old", "c"), old)])
+        await store.write_many(
+            [encoded_commit(big_entry("stay", "c"), stay), encoded_commit(sample_entry("old", "c"), old)]
+        )
         # One segment with the tombstone of `old` that is not, once `filler` is dropped.
-        await asyncio.gather(drop(store, "old"), store.put(big_entry("filler", "c"), epoch=filler))
+        await asyncio.gather(drop(store, "old"), store.write(Commit(big_entry("filler", "c"), epoch=filler)))
         await drop(store, "filler")
         await store.compact()
         await store.close()
@@ -96,7 +99,7 @@ def test_a_rollout_that_stays_for_ever_does_not_keep_all_tombstones(tmp_path: Pa
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, segment_bytes=100_000, fsync=False, tombstone_ttl_s=-1)
         stay = await begin(store, "stay", "c")
-        await store.put_many([encoded_put(big_entry("stay", f"c{index}"), stay) for index in range(20)])
+        await store.write_many([encoded_commit(big_entry("stay", f"c{index}"), stay) for index in range(20)])
         before = contents(await store.freeze("stay"))
         for index in range(2_000):
             await begin(store, f"r{index}", "c")
@@ -129,15 +132,15 @@ def test_swept_tombstone_still_refuses_late_writers(tmp_path: Path) -> None:
         epochs = [await begin(store, "r", "c")]
         for _ in range(3):
             await drop(store, "r")
-            await store.put(sample_entry("stay", f"c{len(epochs)}"), epoch=stay)
+            await store.write(Commit(sample_entry("stay", f"c{len(epochs)}"), epoch=stay))
             await store.compact()
             await store.close()
             store = await LogStore.open(tmp_path, segment_bytes=1, tombstone_ttl_s=-1)
-            await store.clear("r")
+            await store.write(Clear("r"))
             epochs.append(await begin(store, "r", "c"))
             for epoch in epochs[:-1]:
                 with pytest.raises(RetiredRolloutError):
-                    await store.put(sample_entry("r", "c"), epoch=epoch)
+                    await store.write(Commit(sample_entry("r", "c"), epoch=epoch))
         assert len(set(epochs)) == len(epochs)
         await store.close()
 
@@ -150,18 +153,18 @@ def test_epochs_are_not_given_out_again_after_their_records_are_gone(tmp_path: P
     async def scenario() -> None:
         store = await LogStore.open(tmp_path)
         stay, junk = [await begin(store, rollout_id, "c") for rollout_id in ("stay", "junk")]
-        await store.put(big_entry("junk", "c"), epoch=junk)
+        await store.write(Commit(big_entry("junk", "c"), epoch=junk))
         await store.close()
 
         store = await LogStore.open(tmp_path)
-        await store.clear("junk")
+        await store.write(Clear("junk"))
         last = await begin(store, "last", "c")
-        await store.put(big_entry("last", "c"), epoch=last)
-        await store.clear("last")
+        await store.write(Commit(big_entry("last", "c"), epoch=last))
+        await store.write(Clear("last"))
         await store.close()
 
         store = await LogStore.open(tmp_path, tombstone_ttl_s=-1)
-        await store.put(sample_entry("stay", "c"), epoch=stay)
+        await store.write(Commit(sample_entry("stay", "c"), epoch=stay))
         await store.compact()
         assert store.stats().segments == 1
         await store.close()
@@ -181,7 +184,7 @@ def test_epochs_are_not_given_out_again_when_nothing_is_left(tmp_path: Path) -> 
             store = await LogStore.open(tmp_path, tombstone_ttl_s=-1)
             await store.compact()
             epochs.append(await begin(store, "r", "c"))
-            await store.clear("r")
+            await store.write(Clear("r"))
             await store.close()
         assert len(set(epochs)) == 3
 
@@ -195,15 +198,15 @@ def test_no_copy_of_a_record_follows_the_tombstone_that_retires_it(tmp_path: Pat
     async def scenario() -> None:
         store = await LogStore.open(tmp_path)
         small, junk = [await begin(store, rollout_id, "c") for rollout_id in ("small", "junk")]
-        await store.put(sample_entry("small", "c"), epoch=small)
-        await store.put(big_entry("junk", "c"), epoch=junk)
+        await store.write(Commit(sample_entry("small", "c"), epoch=small))
+        await store.write(Commit(big_entry("junk", "c"), epoch=junk))
         await store.close()
 
         store = await LogStore.open(tmp_path, disk=Disk(sync=sync))
-        await store.clear("junk")
+        await store.write(Clear("junk"))
         snapshot = await store.freeze("small")
         with sync.held():
-            dropping = asyncio.create_task(store.drop("small", snapshot.snapshot_id, snapshot.version))
+            dropping = asyncio.create_task(store.write(Drop("small", snapshot.snapshot_id, snapshot.version)))
             await sync.reached()
             compacting = asyncio.create_task(store.compact())
             await store.freeze("small")  # read behind the compaction, so that has read its segment by now
@@ -223,13 +226,13 @@ def test_consumed_records_stay_with_keep_records(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, segment_bytes=1, keep_records=True, tombstone_ttl_s=-1)
         for attempt in range(2):
-            await store.clear("r")
+            await store.write(Clear("r"))
             epoch = await begin(store, "r", "c")
-            await store.put(sample_entry("r", "c", text=f"attempt {attempt}"), epoch=epoch)
+            await store.write(Commit(sample_entry("r", "c", text=f"attempt {attempt}"), epoch=epoch))
             await drop(store, "r")
         epoch = await begin(store, "stale", "c")
-        await store.put(big_entry("stale", "c"), epoch=epoch)
-        await store.clear("stale")
+        await store.write(Commit(big_entry("stale", "c"), epoch=epoch))
+        await store.write(Clear("stale"))
         await store.compact()
         await store.close()
         # Whether a consumed rollout is kept was decided when it was dropped.
@@ -252,20 +255,20 @@ def test_compaction_among_concurrent_rollouts(seed: int, tmp_path: Path) -> None
 
     async def lifecycle(store: LogStore, rollout_id: str, attempts: int, is_kept: bool) -> None:
         for attempt in range(attempts):
-            await store.clear(rollout_id)
+            await store.write(Clear(rollout_id))
             calls = [f"a{attempt}c{index}" for index in range(rng.randint(1, 6))]
             epochs = await asyncio.gather(*(begin(store, rollout_id, call_id) for call_id in calls))
             entries = [
                 replace(sample_entry(rollout_id, call_id), prompt_token_ids=np.arange(1, rng.randint(2, 500)))
                 for call_id in calls
             ]
-            await asyncio.gather(*(store.put(entry, epoch=epochs[0]) for entry in entries))
+            await asyncio.gather(*(store.write(Commit(entry, epoch=epochs[0])) for entry in entries))
             snapshot = await store.freeze(rollout_id)
             assert contents(snapshot)[2] == sorted(map(encode_entry, entries))
             if attempt < attempts - 1 or not is_kept:
-                await store.drop(rollout_id, snapshot.snapshot_id, snapshot.version)
+                await store.write(Drop(rollout_id, snapshot.snapshot_id, snapshot.version))
                 with pytest.raises(RetiredRolloutError):
-                    await store.put(entries[0], epoch=epochs[0])
+                    await store.write(Commit(entries[0], epoch=epochs[0]))
 
     async def scenario() -> None:
         ttl_s = rng.choice([-1.0, 1e9])

@@ -8,6 +8,7 @@ import pytest
 from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Begin, Clear, Commit, Drop
 from gym_capture.records import TokenEntry
 from gym_capture.stores.inspect import read_snapshots, scan
 from gym_capture.stores.log import LogStore
@@ -16,9 +17,9 @@ from gym_capture.stores.segments import segment_path
 
 
 async def call(store: LogStore, rollout_id: str, call_id: str, text: str = "hello") -> TokenEntry:
-    epoch = await store.begin_call(sample_intent(rollout_id, call_id))
+    epoch = await store.write(Begin(sample_intent(rollout_id, call_id)))
     entry = sample_entry(rollout_id, call_id, text=text)
-    await store.put(entry, epoch=epoch)
+    await store.write(Commit(entry, epoch=epoch))
     return entry
 
 
@@ -32,7 +33,7 @@ def test_log_is_read_while_a_store_has_it_open(tmp_path: Path) -> None:
         await call(store, "b", "c1")
         await call(store, "a", "c1")
         await call(store, "a", "c2")
-        await store.begin_call(sample_intent("a", "lost"))
+        await store.write(Begin(sample_intent("a", "lost")))
         before = files(tmp_path)
         report = scan(tmp_path)
         assert [(rollout.rollout_id, rollout.calls) for rollout in report.rollouts] == [("a", 2), ("b", 1)]
@@ -81,12 +82,12 @@ def test_consumed_rollouts_are_read_back_attempt_by_attempt(tmp_path: Path) -> N
         store = await LogStore.open(tmp_path, segment_bytes=1, keep_records=True)
         consumed = []
         for attempt in ("first", "second"):
-            await store.clear("r")
+            await store.write(Clear("r"))
             await call(store, "r", "c1", text=attempt)
             await call(store, "r", "c2", text=attempt)
             snapshot = await store.freeze("r")
             consumed.append(snapshot.snapshot_id)
-            await store.drop("r", snapshot.snapshot_id, snapshot.version)
+            await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
         await call(store, "live", "c")
         await store.compact()
         await store.close()

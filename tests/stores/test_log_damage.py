@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
+from gym_capture.operations import Begin, Clear, Commit
 from gym_capture.records import Snapshot
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
@@ -42,12 +43,12 @@ def is_masked(snapshot: Snapshot) -> bool:
 
 
 async def begin(store: LogStore, rollout_id: str, call_id: str) -> int:
-    return await store.begin_call(sample_intent(rollout_id, call_id))
+    return await store.write(Begin(sample_intent(rollout_id, call_id)))
 
 
 async def call(store: LogStore, rollout_id: str, call_id: str) -> None:
     epoch = await begin(store, rollout_id, call_id)
-    await store.put(sample_entry(rollout_id, call_id), epoch=epoch)
+    await store.write(Commit(sample_entry(rollout_id, call_id), epoch=epoch))
 
 
 class Log:
@@ -88,7 +89,7 @@ def log() -> Log:
         await store.close()
         store = await LogStore.open(directory)
         await asyncio.gather(call(store, "b", "c1"), call(store, "a", "c3"))
-        await store.clear("gone")
+        await store.write(Clear("gone"))
         await call(store, "b", "c2")
         found = {rollout_id: contents(await store.freeze(rollout_id)) for rollout_id in await store.rollout_ids()}
         await store.close()
@@ -128,7 +129,7 @@ def test_cut_log_is_what_it_was_at_some_moment(log: Log, data: st.DataObject) ->
             assert store.recovery.records == len(_frames_of(log, 1)) + len(whole)
             assert not any(snapshot.problems for snapshot in found.values())
             epoch = await begin(store, "a", "after")
-            await store.put(sample_entry("a", "after"), epoch=epoch)
+            await store.write(Commit(sample_entry("a", "after"), epoch=epoch))
             await store.close()
             store, again = await _snapshots(directory)
             assert (store.recovery.damaged, store.recovery.torn_bytes) == ((), 0)
@@ -149,7 +150,7 @@ def test_batch_that_was_never_acknowledged_is_cut_as_a_whole(tmp_path: Path) -> 
     async def write() -> None:
         store = await LogStore.open(tmp_path)
         epoch = await begin(store, "r", "c0")
-        await asyncio.gather(*(store.put(sample_entry("r", f"c{index}"), epoch=epoch) for index in range(4)))
+        await asyncio.gather(*(store.write(Commit(sample_entry("r", f"c{index}"), epoch=epoch)) for index in range(4)))
         await store.close()
 
     asyncio.run(write())
@@ -268,10 +269,10 @@ def test_compaction_leaves_a_segment_alone_that_has_gone_bad(tmp_path: Path) -> 
         store = await LogStore.open(tmp_path, segment_bytes=10_000)
         await call(store, "r", "c1")
         epoch = await begin(store, "junk", "c")
-        await store.put(sample_entry("junk", "c", prompt=range(3000)), epoch=epoch)
+        await store.write(Commit(sample_entry("junk", "c", prompt=range(3000)), epoch=epoch))
         frame = next(frame for frame in next(iter(read_segments(tmp_path))).frames if frame.rollout_id == "r")
         _flip(segment_path(tmp_path, 1), frame.offset + 30)
-        await store.clear("junk")
+        await store.write(Clear("junk"))
         await store.compact()
         assert segment_path(tmp_path, 1).exists()
         await store.close()

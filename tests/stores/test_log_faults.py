@@ -14,14 +14,15 @@ import pytest
 
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import ConflictingCallError, RecordError, RetiredRolloutError, StoreUnavailableError
+from gym_capture.operations import Begin, Clear, Commit
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.segments import Disk
 from tests.stores.disks import FailingSync, FullDisk, GatedSync
-from tests.stores.puts import encoded_put
+from tests.stores.puts import encoded_commit
 
 
 async def begin(store: LogStore, rollout_id: str, call_id: str) -> int:
-    return await store.begin_call(sample_intent(rollout_id, call_id))
+    return await store.write(Begin(sample_intent(rollout_id, call_id)))
 
 
 async def recorded_calls(store: LogStore, rollout_id: str) -> list[str]:
@@ -49,8 +50,8 @@ def test_nothing_is_acknowledged_or_shown_before_its_sync_returns(tmp_path: Path
         epoch = await begin(store, "r", "c")
         before = await store.freeze("r")
         with sync.held():
-            put = asyncio.create_task(store.put(sample_entry("r", "c"), epoch=epoch))
-            repeat = asyncio.create_task(store.put(sample_entry("r", "c"), epoch=epoch))
+            put = asyncio.create_task(store.write(Commit(sample_entry("r", "c"), epoch=epoch)))
+            repeat = asyncio.create_task(store.write(Commit(sample_entry("r", "c"), epoch=epoch)))
             await sync.reached()
             await turns_of_the_loop()
             assert not put.done()
@@ -73,7 +74,7 @@ def test_one_sync_covers_all_that_arrived_meanwhile(tmp_path: Path) -> None:
             first = asyncio.create_task(begin(store, "first", "c"))
             await sync.reached()
             puts = [
-                asyncio.create_task(store.put(sample_entry(f"r{index}", "c"), epoch=epoch))
+                asyncio.create_task(store.write(Commit(sample_entry(f"r{index}", "c"), epoch=epoch)))
                 for index, epoch in enumerate(epochs)
             ]
             await turns_of_the_loop()
@@ -106,7 +107,7 @@ def test_write_of_a_caller_that_went_away_counts(tmp_path: Path) -> None:
         with sync.held():
             other = asyncio.create_task(begin(store, "other", "c"))
             await sync.reached()
-            put = asyncio.create_task(store.put(sample_entry("r", "c"), epoch=epoch))
+            put = asyncio.create_task(store.write(Commit(sample_entry("r", "c"), epoch=epoch)))
             await turns_of_the_loop()
             put.cancel()
             await turns_of_the_loop()
@@ -124,7 +125,9 @@ def test_closing_makes_durable_what_was_submitted(tmp_path: Path) -> None:
     async def scenario() -> None:
         store = await LogStore.open(tmp_path)
         epoch = await begin(store, "r", "c0")
-        puts = [asyncio.create_task(store.put(sample_entry("r", f"c{index}"), epoch=epoch)) for index in range(20)]
+        puts = [
+            asyncio.create_task(store.write(Commit(sample_entry("r", f"c{index}"), epoch=epoch))) for index in range(20)
+        ]
         await asyncio.sleep(0)
         await store.close()
         await asyncio.gather(*puts)
@@ -140,20 +143,20 @@ def test_puts_on_behalf_of_many_are_answered_one_by_one(tmp_path: Path) -> None:
         store = await LogStore.open(tmp_path)
         a, b = await begin(store, "a", "c"), await begin(store, "b", "c")
         batches = store.stats().commits.batches
-        first = encoded_put(sample_entry("a", "c"), a)
-        answers = await store.put_many(
+        first = encoded_commit(sample_entry("a", "c"), a)
+        answers = await store.write_many(
             [
                 first,
-                encoded_put(sample_entry("a", "late"), a + 100),
-                encoded_put(sample_entry("a", "x" * 70_000), a),  # too long for the log
-                encoded_put(sample_entry("b", "c"), b),
-                encoded_put(sample_entry("a", "c", text="other"), a),
-                encoded_put(sample_entry("a", "d"), cast(int, float(a))),
+                encoded_commit(sample_entry("a", "late"), a + 100),
+                encoded_commit(sample_entry("a", "x" * 70_000), a),  # too long for the log
+                encoded_commit(sample_entry("b", "c"), b),
+                encoded_commit(sample_entry("a", "c", text="other"), a),
+                encoded_commit(sample_entry("a", "d"), cast(int, float(a))),
                 first,
             ]
         )
-        kinds = [None, RetiredRolloutError, RecordError, None, ConflictingCallError, RecordError, None]
-        assert [answer and type(answer) for answer in answers] == kinds
+        kinds = [a, RetiredRolloutError, RecordError, b, ConflictingCallError, RecordError, a]
+        assert [answer if isinstance(answer, int) else type(answer) for answer in answers] == kinds
         assert store.stats().commits.batches == batches + 2  # the two of one call do not share a batch
         await store.close()
 
@@ -170,13 +173,13 @@ def test_full_disk_refuses_and_recovers_when_there_is_space_again(room_bytes: in
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, segment_bytes=3000, disk=Disk(write=disk))
         epoch = await begin(store, "r", "c0")
-        await store.put(sample_entry("r", "c0"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c0"), epoch=epoch))
         disk.room_bytes = room_bytes
         acknowledged = ["c0"]
         for index in range(1, 30):
-            put = store.put(sample_entry("r", f"c{index}"), epoch=epoch)
+            put = store.write(Commit(sample_entry("r", f"c{index}"), epoch=epoch))
             (outcome,) = await asyncio.gather(put, return_exceptions=True)
-            if outcome is None:
+            if outcome == epoch:
                 acknowledged.append(f"c{index}")
             else:
                 assert isinstance(outcome, StoreUnavailableError)
@@ -186,7 +189,7 @@ def test_full_disk_refuses_and_recovers_when_there_is_space_again(room_bytes: in
         assert await recorded_calls(store, "r") == sorted(acknowledged)
         assert len(segment_sizes(tmp_path)) < 10  # failing attempts leave no litter
         disk.room_bytes = 1 << 20
-        await store.put(sample_entry("r", "c29"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c29"), epoch=epoch))
         before = await store.freeze("r")
         await store.close()
         store = await LogStore.open(tmp_path)
@@ -208,10 +211,10 @@ def test_file_size_limit_of_the_system_is_a_failed_write(tmp_path: Path) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
         try:
             with pytest.raises(StoreUnavailableError, match="File too large"):
-                await store.put(sample_entry("r", "c0", prompt=range(1000)), epoch=epoch)
+                await store.write(Commit(sample_entry("r", "c0", prompt=range(1000)), epoch=epoch))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        await store.put(sample_entry("r", "c0", prompt=range(1000)), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c0", prompt=range(1000)), epoch=epoch))
         await store.close()
         store = await LogStore.open(tmp_path)
         assert await recorded_calls(store, "r") == ["c0"]
@@ -229,10 +232,10 @@ def test_first_call_of_a_rollout_that_could_not_be_written_leaves_nothing(tmp_pa
             await begin(store, "r", "c")
         assert await store.rollout_ids() == []
         with pytest.raises(RetiredRolloutError):
-            await store.put(sample_entry("r", "c"), epoch=1)
+            await store.write(Commit(sample_entry("r", "c"), epoch=1))
         disk.room_bytes = 1 << 20
         epoch = await begin(store, "r", "c")
-        await store.put(sample_entry("r", "c"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c"), epoch=epoch))
         await store.close()
 
     asyncio.run(scenario())
@@ -244,13 +247,13 @@ def test_segment_whose_sync_failed_is_not_written_to_again(tmp_path: Path) -> No
     async def scenario() -> None:
         store = await LogStore.open(tmp_path, disk=Disk(sync=sync))
         epoch = await begin(store, "r", "c0")
-        await store.put(sample_entry("r", "c0"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c0"), epoch=epoch))
         sizes = segment_sizes(tmp_path)
         sync.failures = 1
         with pytest.raises(StoreUnavailableError, match="Input/output error"):
-            await store.put(sample_entry("r", "c1"), epoch=epoch)
+            await store.write(Commit(sample_entry("r", "c1"), epoch=epoch))
         assert await recorded_calls(store, "r") == ["c0"]
-        await store.put(sample_entry("r", "c2"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c2"), epoch=epoch))
         assert segment_sizes(tmp_path)[:-1] == sizes
         assert store.stats().commits.failed_batches == 1
         await store.close()
@@ -273,13 +276,13 @@ def test_log_that_cannot_be_cut_back_takes_no_more_writes(tmp_path: Path) -> Non
         sync.failures = 1
         for call_id in ("c1", "c2"):
             with pytest.raises(StoreUnavailableError):
-                await store.put(sample_entry("r", call_id), epoch=epoch)
+                await store.write(Commit(sample_entry("r", call_id), epoch=epoch))
         assert await recorded_calls(store, "r") == []
         await store.close()
         store = await LogStore.open(tmp_path)
         assert await recorded_calls(store, "r") in ([], ["c1"])  # written, never acknowledged: either is right
         assert store.recovery.damaged == ()
-        await store.put(sample_entry("r", "c1"), epoch=epoch)
+        await store.write(Commit(sample_entry("r", "c1"), epoch=epoch))
         await store.close()
 
     asyncio.run(scenario())
@@ -343,8 +346,8 @@ def test_live_entries_can_be_walked_when_a_store_opens(tmp_path: Path) -> None:
         for rollout_id in ("b", "a", "gone"):
             for call_id in ("c1", "c2"):
                 epoch = await begin(store, rollout_id, call_id)
-                await store.put(sample_entry(rollout_id, call_id), epoch=epoch)
-        await store.clear("gone")
+                await store.write(Commit(sample_entry(rollout_id, call_id), epoch=epoch))
+        await store.write(Clear("gone"))
         await store.close()
         store = await LogStore.open(tmp_path)
         walked = [(entry.rollout_id, entry.model_call_id) for entry in store.iter_live_entries()]

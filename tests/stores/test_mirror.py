@@ -11,6 +11,7 @@ import pytest
 
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Begin, Commit
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.mirror import Mirror, MirrorDirectory, MirrorLostError, Receiver
 from gym_capture.stores.segments import Disk
@@ -107,8 +108,8 @@ def files(directory: Path) -> dict[str, bytes]:
 
 async def record(store: LogStore, rollout_id: str, *call_ids: str) -> None:
     for call_id in call_ids:
-        epoch = await store.begin_call(sample_intent(rollout_id, call_id))
-        await store.put(big_entry(rollout_id, call_id), epoch=epoch)
+        epoch = await store.write(Begin(sample_intent(rollout_id, call_id)))
+        await store.write(Commit(big_entry(rollout_id, call_id), epoch=epoch))
 
 
 async def everything(store: LogStore) -> list[object]:
@@ -184,14 +185,14 @@ def test_an_owner_that_was_thought_lost_acknowledges_nothing_more(tmp_path: Path
         nodes = Nodes(tmp_path)
         seldom = Mirror(nodes.find, newest=nodes.newest, look_again_after_s=3_600.0)
         old = await LogStore.open(tmp_path / "a", mirror=seldom)
-        epoch = await old.begin_call(sample_intent("r1", "c1"))
+        epoch = await old.write(Begin(sample_intent("r1", "c1")))
         new = await opened(tmp_path / "b", nodes)
         for _ in range(3):
             with pytest.raises(StoreUnavailableError, match="opened anew on another node"):
-                await old.put(sample_entry("r1", "c1"), epoch=epoch)
-        await new.put(sample_entry("r1", "c1"), epoch=epoch)
+                await old.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
+        await new.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
         with pytest.raises(StoreUnavailableError):
-            await old.begin_call(sample_intent("r1", "c2"))
+            await old.write(Begin(sample_intent("r1", "c2")))
         assert files(nodes.path(0)) == files(tmp_path / "b")
         await old.close()
         await new.close()
@@ -239,13 +240,13 @@ def test_a_write_that_failed_is_in_neither_copy(tmp_path: Path) -> None:
         nodes, disk = Nodes(tmp_path), FullDisk(1 << 60)
         store = await opened(tmp_path / "log", nodes, Disk(write=disk))
         await record(store, "r1", "c1")
-        epoch = await store.begin_call(sample_intent("r1", "c2"))
+        epoch = await store.write(Begin(sample_intent("r1", "c2")))
         disk.room_bytes = 50
         with pytest.raises(StoreUnavailableError):
-            await store.put(sample_entry("r1", "c2"), epoch=epoch)
+            await store.write(Commit(sample_entry("r1", "c2"), epoch=epoch))
         assert files(nodes.path(0)) == files(tmp_path / "log")
         disk.room_bytes = 1 << 60
-        await store.put(sample_entry("r1", "c2"), epoch=epoch)
+        await store.write(Commit(sample_entry("r1", "c2"), epoch=epoch))
         assert files(nodes.path(0)) == files(tmp_path / "log")
         await store.close()
 

@@ -15,6 +15,7 @@ from gym_capture.codec import encode_entry
 from gym_capture.conformance import sample_entry
 from gym_capture.conformance.support import run_call
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.operations import Drop
 from gym_capture.stores import verify as verify_module
 from gym_capture.stores.frames import (
     FORMAT_VERSION,
@@ -180,7 +181,7 @@ def test_a_log_is_verified_while_a_store_writes_to_it_and_compacts_it(tmp_path: 
             while not done.is_set():
                 await run_call(store, f"r{number}", "c")
                 snapshot = await store.freeze(f"r{number}")
-                await store.drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version)
+                await store.write(Drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version))
                 number += 1
 
         writer = asyncio.create_task(write())

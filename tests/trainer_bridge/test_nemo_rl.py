@@ -13,10 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.builder import BuildOptions, build
+from gym_capture.data.advantages import reward_problems
+from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import RecordError
 from gym_capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan
 from tests.rollout_strategies import damaged_rollouts, snapshot_of
-from trainer_bridge.nemo_rl import FinishedRollout, MixedPromptsWarning, contiguity_walk, project, project_group
+from trainer_bridge.finished import FinishedRollout, read_finished
+from trainer_bridge.nemo_rl import MixedPromptsWarning, contiguity_walk, project, project_group
 
 
 def text(value: str) -> dict[str, Any]:
@@ -48,18 +51,26 @@ CALL_B = replace(
 )
 
 
-def finished(snapshot: Snapshot, options: BuildOptions | None = None, **fields: Any) -> FinishedRollout:
-    return FinishedRollout(
-        **{
-            "built": build(snapshot, options or BuildOptions()),
-            "snapshot": snapshot,
-            "group_id": "g",
-            "agent_name": "coder",
-            "input": [{"role": "user", "content": "go"}],
-            "reward": 1.0,
-            **fields,
-        }
+def finished(
+    snapshot: Snapshot,
+    options: BuildOptions | None = None,
+    *,
+    reward: float | None = 1.0,
+    reward_components: dict[str, float] | None = None,
+) -> FinishedRollout:
+    """As an exporter gets it: built, and read again from the table of trajectories."""
+    made = rows(
+        build(snapshot, options or BuildOptions()),
+        snapshot=snapshot,
+        group_id="g",
+        reward=reward,
+        reward_components=reward_components,
+        agent_name="coder",
+        input_json=json.dumps([{"role": "user", "content": "go"}]),
+        extra_mask_reasons=reward_problems(reward),
     )
+    (rollout,) = read_finished([to_table(made)])
+    return rollout
 
 
 def token_bearing(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -219,7 +230,7 @@ def test_the_walk_stops_where_nemo_rl_would(output: list[dict[str, Any]], field:
 )
 def test_the_walk_gives_back_what_was_built(entries: list[TokenEntry], delivery: Any, strategy: Any) -> None:
     rollout = finished(snapshot_of(entries), BuildOptions(delivery=delivery, strategy=strategy))
-    for rank, trajectory in enumerate(rollout.built.trajectories):
+    for rank, trajectory in enumerate(rollout.trajectories):
         log = contiguity_walk(project(rollout, rank=rank)["response"]["output"])
         walked = [token_id for message in log for token_id in message.token_ids]
         loss = [message.role == "assistant" for message in log for _ in message.token_ids]
@@ -228,4 +239,4 @@ def test_the_walk_gives_back_what_was_built(entries: list[TokenEntry], delivery:
         assert walked == trajectory.token_ids.tolist()[:last_trained]
         assert loss == trajectory.loss_mask.tolist()[:last_trained]
         assert log_probs == trajectory.log_probs.tolist()[:last_trained]
-    assert project(rollout)["mask_sample"] == rollout.built.masked
+    assert project(rollout)["mask_sample"] == rollout.masked

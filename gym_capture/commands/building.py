@@ -1,0 +1,112 @@
+"""What `build` and `build-job` have in common: the list of rollouts, the progress bar, the account, the exit code.
+
+Invariant: of any build, with Ray or without, a person reads the same account under the same names.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from gym_capture.commands.explain import HINT
+from gym_capture.reasons import ProblemReason
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from gym_capture.data.report import BuildReport
+
+DETAILS: Final = 10
+"""Rollouts of which it is printed what is wrong with their records."""
+
+
+def listed_rollouts(path: Path, console: Console) -> pa.Table:
+    """The rollouts of a file, as `requests.read_requests` reads them."""
+    from gym_capture.data.requests import read_requests
+
+    read = read_requests(path)
+    if read.cut_lines:
+        _warn(console, f"the last line of {path} was cut off in writing and is left out")
+    return read.table
+
+
+@contextmanager
+def progress_bar(console: Console, doing: str = "building") -> Iterator[Callable[[int, int], None]]:
+    """A bar that shows how much is done, and of how much."""
+    spinner = SpinnerColumn(finished_text="[green]✓")
+    columns = (spinner, TextColumn(doing), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        bar = progress.add_task("rollouts", total=None)
+        yield lambda done, total: progress.update(bar, completed=done, total=total)
+
+
+def warn_of_left(console: Console, out: str | Path) -> Callable[[tuple[str, ...]], None]:
+    """Names hidden directories in `out` that nobody can tell to be of a build that still runs."""
+
+    def warn(names: tuple[str, ...]) -> None:
+        shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+        _warn(console, f"{out} holds {shown}, of builds that were killed or still run: remove them once none runs")
+
+    return warn
+
+
+def show(built: BuildReport, out: str | Path, *, as_json: bool, console: Console) -> None:
+    """Prints the account of a build, and what is wrong with records. Exits with 1 if nothing at all could be built."""
+    if as_json:
+        typer.echo(json.dumps(asdict(built), indent=2))
+    else:
+        Console(soft_wrap=True, highlight=False).print(account(built, out))
+        if built.mask_reasons:
+            console.print(HINT, soft_wrap=True)
+    for rollout_id, details in itertools.islice(built.details.items(), DETAILS):
+        _warn(console, f"{rollout_id}: {'; '.join(details)}")
+    if len(built.details) > DETAILS:
+        _warn(console, f"... and {len(built.details) - DETAILS} more: `details` in _report.json")
+    failed = built.mask_reasons.get(ProblemReason.BUILD_FAILED, 0)
+    if failed and failed == built.requested - len(built.missing):
+        console.print(
+            f"[bold red]error:[/] not one of {failed} rollouts could be built: `details` in "
+            f"{escape(str(out))}/_report.json say what went wrong",
+            soft_wrap=True,
+        )
+        raise typer.Exit(1)
+
+
+def account(built: BuildReport, out: str | Path) -> Table:
+    """What a person wants to know of a build."""
+    table = Table(title=f"trajectories in {escape(str(out))}", title_justify="left", show_header=False, box=None)
+    table.add_column()
+    table.add_column(justify="right")
+    table.add_row("rollouts", f"{built.requested:,}")
+    table.add_row("  to train on", f"{built.complete:,}")
+    table.add_row("  masked", f"{len(built.incomplete):,}")
+    table.add_row("  missing", f"{len(built.missing):,}")
+    for reason, count in built.mask_reasons.items():
+        table.add_row(f"    masked: {reason}", f"{count:,}")
+    table.add_row("groups", f"{built.groups:,}")
+    table.add_row("trajectories", f"{built.trajectories:,}")
+    table.add_row("token ids", f"{built.token_ids:,}")
+    captured, delivered = built.generated_tokens_captured, built.generated_tokens_delivered
+    share = f" ({delivered / captured:.1%})" if captured else ""
+    table.add_row("generated ids captured", f"{captured:,}")
+    table.add_row("generated ids delivered", f"{delivered:,}{share}")
+    for reason, count in built.excluded_tokens.items():
+        table.add_row(f"  {reason}", f"{count:,}")
+    if built.mixed_prompt_groups:
+        table.add_row("[yellow]groups of several first prompts", f"[yellow]{len(built.mixed_prompt_groups):,}")
+    return table
+
+
+def _warn(console: Console, message: str) -> None:
+    console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True, highlight=False)

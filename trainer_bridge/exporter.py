@@ -1,0 +1,99 @@
+"""The seam to trainers: an `Exporter` turns finished rollouts into the files that one trainer reads.
+
+Invariant: an exporter gets whole groups, masked rollouts among them, from what a build wrote and from nothing else; its
+files appear together, or not at all.
+
+Flow: the files of a build -> `read_finished` -> groups -> `Exporter.export` writes its files -> they appear in `out`.
+
+To add one: a module beside `nemo_rl.py` with a class as `Exporter` says, and a line in `EXPORTERS`. Then `gym-capture
+export --to NAME` knows it. `FinishedRollout` is all that it gets; a test puts what it writes through the trainer's own
+reader, or through the rules of that, as `tests/trainer_bridge/test_nemo_rl.py` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import BinaryIO, Final, Protocol, TypeAlias
+
+from gym_capture.data.staged_files import staged_files
+from trainer_bridge.finished import COLUMNS, FinishedRollout, groups, read_finished
+from trainer_bridge.nemo_rl import NemoRlExporter
+from trainer_bridge.stream import count_rows, parquet_batches
+
+Create: TypeAlias = Callable[[str], AbstractContextManager[BinaryIO]]
+"""A new file of the export, by its name."""
+
+
+class Exporter(Protocol):
+    """Files for one trainer."""
+
+    @property
+    def name(self) -> str:
+        """The trainer's, as `--to` takes it."""
+        ...
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """What it writes, as shell patterns: an earlier export is known by them."""
+        ...
+
+    def export(self, rollouts: Iterable[tuple[FinishedRollout, ...]], create: Create) -> None:
+        """Writes the groups, one in memory at a time. Raises `RecordError` for what the trainer could not read."""
+        ...
+
+
+EXPORTERS: Final[tuple[Exporter, ...]] = (NemoRlExporter(),)
+"""All that there are."""
+
+
+@dataclass(slots=True)
+class ExportReport:
+    """What was exported."""
+
+    groups: int = 0
+    rollouts: int = 0
+    masked: int = 0
+    without_input: int = 0
+    """Rollouts of which nobody said what the agent was given."""
+
+
+def export_files(
+    exporter: Exporter,
+    data: str | Path,
+    *,
+    out: str | Path,
+    agent_name: str | None = None,
+    overwrite: bool = False,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ExportReport:
+    """Exports the trajectories that a build wrote into `data` to the directory `out`; both are paths or URIs.
+
+    `agent_name`: of rollouts that do not say who played them. `on_progress` gets the trajectories done, and of all.
+    Raises `ConfigError` for data that is none or an `out` that cannot be written to, and what the exporter raises.
+    """
+    total = count_rows(data)
+    report = ExportReport()
+    done = 0
+
+    def counted() -> Iterator[tuple[FinishedRollout, ...]]:
+        nonlocal done
+        for group in groups(read_finished(parquet_batches(data, columns=COLUMNS))):
+            yield tuple(replace(each, agent_name=each.agent_name or agent_name) for each in group)
+            report.groups += 1
+            report.rollouts += len(group)
+            report.masked += sum(each.masked for each in group)
+            report.without_input += sum(each.input is None for each in group)
+            done += sum(max(len(each.trajectories), 1) for each in group)
+            on_progress(done, total)
+
+    with staged_files(out, exporter.files, what="an export", overwrite=overwrite) as staged:
+
+        def create(name: str) -> AbstractContextManager[BinaryIO]:
+            staged.add(name, name)
+            return staged.staging.create(name)
+
+        exporter.export(counted(), create)
+    return report
