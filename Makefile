@@ -71,7 +71,7 @@ typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
 	$(BIN)/mypy
 
 check-configs: $(READY)  ## validate every file in serve_configs/
-	$(BIN)/gym-capture check-configs serve_configs/*.yaml
+	$(BIN)/gym-capture check-configs serve_configs/*.yaml serve_configs/jobs/*.yaml
 
 bench: $(READY)  ## all benchmarks, as JSON lines and a table; non-zero exit below a target (ARGS=--quick: do they all run?)
 	$(BIN)/python -m benchmarks $(ARGS)

@@ -421,7 +421,26 @@ class AttemptFailure(Reason):
         "The reply was no completion.",
         "Check that the URL is a gym-capture graph's.",
     )
-    EXCEPTION = ("exception", "The agent or its environment raised an error.", "`detail` says what and where.")
+    NOT_CLEARED = (
+        "not_cleared",
+        "What an earlier attempt left on the server could not be cleared, so the rollout was not played.",
+        "Check that the state actors run (`/healthz`).",
+    )
+    ENVIRONMENT_START = (
+        "environment_start",
+        "The environment could not be made or reset: it raised an error.",
+        "`detail` says what and where.",
+    )
+    ENVIRONMENT_SCORE = (
+        "environment_score",
+        "The environment raised an error instead of scoring.",
+        "`detail` says what and where.",
+    )
+    EXCEPTION = (
+        "exception",
+        "The agent, or a tool of its environment, raised an error.",
+        "`detail` says what and where.",
+    )
     ROLLOUT_TIMEOUT = (
         "rollout_timeout",
         "The rollout was not over in the time that the job gives it.",

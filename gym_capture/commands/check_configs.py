@@ -1,4 +1,4 @@
-"""`gym-capture check-configs`: is a Ray Serve configuration file what its author meant?
+"""`gym-capture check-configs`: is a Ray Serve configuration file, or a job file, what its author meant?
 
 Invariant: a file that passes holds no key that would be ignored. Ray Serve's own schema drops keys it does not know, so
 `max_replica: 4` deploys without a word; here an unknown key is an error that names the key and the nearest known one.
@@ -6,6 +6,7 @@ Invariant: a file that passes holds no key that would be ignored. Ray Serve's ow
 Flow: read the YAML (a key given twice is an error) -> Ray Serve's schema checks the values -> a walk over the same
 schema finds unknown keys -> the `args` of applications that this project builds, and the `user_config` of their
 deployments, are checked by their own models, and the `args` by `graph_rules`, which asks Ray, vLLM and this machine.
+A file that is no Serve configuration but has keys of a job is checked as one.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.commands.config_findings import Findings, Location, dotted, invalid_values, nearest, unknown_keys
+from gym_capture.commands.config_findings import (
+    Findings,
+    Location,
+    dotted,
+    invalid_values,
+    nearest,
+    repeated_keys,
+    unknown_keys,
+)
+from gym_capture.commands.job_files import check_job, is_job
 
 
 class AppModels(NamedTuple):
@@ -37,10 +47,16 @@ ArgsRule: TypeAlias = Callable[[Mapping[str, Any], Location], Findings]
 
 def command(
     files: Annotated[
-        list[Path], typer.Argument(help="Files as given to `serve run`.", exists=True, dir_okay=False, readable=True)
+        list[Path],
+        typer.Argument(
+            help="Files as given to `serve run` or `gym-capture rollouts run`.",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+        ),
     ],
 ) -> None:
-    """Validate Ray Serve configuration files: values, misspelt keys, and this project's own arguments.
+    """Validate Ray Serve configuration files and job files: values, misspelt keys, and this project's own arguments.
 
     Exits with 1 if any file has a problem; each is printed with the key it belongs to. What only this machine lacks,
     such as the model's folder, is a warning.
@@ -67,6 +83,8 @@ def check_file(file: Path, models: Mapping[str, AppModels], args_rules: Mapping[
     """The problems of a file. `models`, `args_rules`: schemas and rules of applications, by their import paths."""
     try:
         text = file.read_text(encoding="utf-8")
+        if is_job(text):
+            return check_job(text)
         found = Findings(check_config(text, models), [])
         for at, application in _applications(text):
             if application.get("import_path") in args_rules and isinstance(application.get("args"), dict):
@@ -88,7 +106,7 @@ def check_config(text: str, models: Mapping[str, AppModels]) -> list[str]:
 
     try:
         data = yaml.safe_load(text)
-        problems = list(_repeated_keys(yaml.compose(text, yaml.SafeLoader), ()))
+        problems = list(repeated_keys(yaml.compose(text, yaml.SafeLoader), ()))
     except yaml.YAMLError as error:
         return [f"not valid YAML: {' '.join(str(error).split())}"]
     if not isinstance(data, dict):
@@ -124,19 +142,3 @@ def _applications(text: str) -> Iterator[tuple[Location, dict[str, Any]]]:
     for index, application in enumerate(applications if isinstance(applications, list) else ()):
         if isinstance(application, dict):
             yield ("applications", index), application
-
-
-def _repeated_keys(node: Any, at: Location) -> Iterator[str]:
-    """YAML lets the last of two equal keys win in silence; here they are an error. `node`: a composed YAML node."""
-    if isinstance(node, yaml.SequenceNode):
-        for index, element in enumerate(node.value):
-            yield from _repeated_keys(element, (*at, index))
-    elif isinstance(node, yaml.MappingNode):
-        seen: set[str] = set()
-        for key, value in node.value:
-            name = str(key.value)
-            where = (*at, name)
-            if name in seen:
-                yield f"{dotted(where)}: given twice, the second time in line {key.start_mark.line + 1}"
-            seen.add(name)
-            yield from _repeated_keys(value, where)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import typing
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from difflib import get_close_matches
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
+import yaml
 from pydantic import BaseModel, ValidationError
 
 Location: TypeAlias = tuple[str | int, ...]
@@ -97,3 +98,19 @@ def nearest(name: str, known: Collection[str]) -> str:
 def dotted(where: Location) -> str:
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where)
     return text.removeprefix(".") or "the file"
+
+
+def repeated_keys(node: Any, at: Location) -> Iterator[str]:
+    """YAML lets the last of two equal keys win in silence; here they are an error. `node`: a composed YAML node."""
+    if isinstance(node, yaml.SequenceNode):
+        for index, element in enumerate(node.value):
+            yield from repeated_keys(element, (*at, index))
+    elif isinstance(node, yaml.MappingNode):
+        seen: set[str] = set()
+        for key, value in node.value:
+            name = str(key.value)
+            where = (*at, name)
+            if name in seen:
+                yield f"{dotted(where)}: given twice, the second time in line {key.start_mark.line + 1}"
+            seen.add(name)
+            yield from repeated_keys(value, where)

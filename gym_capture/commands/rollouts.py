@@ -1,44 +1,48 @@
 """`gym-capture rollouts run`: plays a rollout job against a served graph, from a process on its Ray cluster.
 
-Invariant: the job needs the cluster, because what an earlier attempt of a rollout left must be cleared before the
-rollout is dispatched again - two attempts under one id would be stitched into one conversation.
+Invariant: what can be known to be wrong is said before anything is played. The job needs the cluster, because what an
+earlier attempt of a rollout left must be cleared before the rollout is dispatched again - two attempts under one id
+would be stitched into one conversation.
 
-Flow: tasks from a file or generated -> `RolloutJob` with a progress bar -> one line for each rollout in
-`OUT/rollouts.jsonl`. Started again with the same `--out` it plays only what has no line yet.
+Flow: a job file, options over it, or options alone -> `JobFile` -> tasks, environment and harness are made -> the
+server is asked whether it is a graph -> `RolloutJob`, watched -> one line for each rollout in `OUT/rollouts.jsonl`.
+Started again with the same job it plays only what has no line yet.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-from rich.text import Text
 
 from gym_capture.auth import Keyring
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
 from gym_capture.errors import ConfigError
-from gym_capture.imports import load
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.ledger import read_job
+from gym_capture.rollouts.ledger import look, read_job
 
 if TYPE_CHECKING:
-    from gym_capture.rollouts.environment import EnvironmentFactory, Task, TaskMaker
+    from gym_capture.commands.rollout_view import View
+    from gym_capture.rollouts.environment import Task
     from gym_capture.rollouts.job import JobSummary
-    from gym_capture.rollouts.ledger import RolloutRow
+    from gym_capture.rollouts.jobfile import JobFile
+    from gym_capture.rollouts.progress import JobProgress
 
 app = typer.Typer(no_args_is_help=True)
 
 _ANSWERS_WITHIN_S: Final = 10.0
+_SHOWN_IDS: Final = 3
+_RANDOM_PART: Final = "XXXXXXXX"
+_INTERRUPTED: Final = 130
 
 
 @app.callback()
@@ -48,100 +52,221 @@ def group() -> None:
 
 @app.command("run")
 def run(
-    out: Annotated[Path, typer.Option(help="The job's directory. A job that was interrupted is resumed in it.")],
-    url: Annotated[str, typer.Option(help="Where the graph is served.")] = "http://127.0.0.1:8000",
-    tasks_file: Annotated[
+    job_file: Annotated[
         Path | None,
-        typer.Option(
-            "--tasks", help='Tasks, one a line: {"task_id": ..., "data": {...}}.', exists=True, dir_okay=False
-        ),
+        typer.Argument(help="A job file (docs/jobs.md); the options below win over it.", metavar="JOB.YAML"),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The job's directory. A job that was interrupted is resumed in it.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any key of a job file: samples=8, harness.max_tokens=64.", metavar="KEY=VALUE"),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Progress and result as lines of JSON on stdout.")] = False,
+    url: Annotated[
+        str | None, typer.Option(help="Where the graph is served: by default http://127.0.0.1:8000.")
+    ] = None,
+    tasks_file: Annotated[
+        Path | None, typer.Option("--tasks", help='Tasks, one a line: {"task_id": ..., "data": {...}}.')
     ] = None,
     generate: Annotated[
-        int, typer.Option(min=1, help="Without --tasks: how many tasks the environment generates.")
-    ] = 4,
-    seed: Annotated[int, typer.Option(help="Of the generated tasks.")] = 0,
-    environment: Annotated[
-        str, typer.Option(help="Import path of the environment's factory.")
-    ] = "gym_capture.rollouts.environment:Register",
+        int | None, typer.Option(help="Without --tasks: how many tasks the environment makes up: 4.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the tasks that are made up: 0.")] = None,
+    environment: Annotated[str | None, typer.Option(help="Name or import path of the environment: register.")] = None,
+    harness: Annotated[str | None, typer.Option(help="Name or import path of the agent: tool-loop.")] = None,
     job_id: Annotated[
         str | None, typer.Option(help="First part of rollout ids; by default the name of OUT and a random part.")
     ] = None,
-    model: Annotated[str, typer.Option(help="The model name to ask for.")] = "policy",
-    samples: Annotated[int, typer.Option(min=1, help="Rollouts of each task.")] = 4,
-    concurrency: Annotated[int, typer.Option(min=1, help="Rollouts at a time.")] = 8,
-    max_attempts: Annotated[int, typer.Option(min=1, help="Attempts at a rollout before it counts as failed.")] = 3,
-    max_calls: Annotated[int, typer.Option(min=1, help="Model calls of a rollout at most.")] = 3,
-    forced_calls: Annotated[int, typer.Option(min=0, help="The first calls that must be tool calls.")] = 2,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of a call at most.")] = 48,
-    call_timeout_s: Annotated[float, typer.Option(help="Seconds that a model call may take.")] = 120.0,
-    rollout_timeout_s: Annotated[float, typer.Option(help="Seconds that a rollout may take, once started.")] = 600.0,
+    model: Annotated[str | None, typer.Option(help="The model name that the agent asks for.")] = None,
+    samples: Annotated[int | None, typer.Option(help="Rollouts of each task: 4.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Rollouts at a time: 8.")] = None,
+    max_attempts: Annotated[
+        int | None, typer.Option(help="Attempts at a rollout before it counts as failed: 3.")
+    ] = None,
+    max_calls: Annotated[int | None, typer.Option(help="Tool loop: model calls of a rollout at most.")] = None,
+    forced_calls: Annotated[
+        int | None, typer.Option(help="Tool loop: the first calls that must be tool calls.")
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Tool loop: generated tokens of a call at most.")] = None,
+    call_timeout_s: Annotated[float | None, typer.Option(help="Tool loop: seconds that a model call may take.")] = None,
+    rollout_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds that a rollout may take, once started: 600.")
+    ] = None,
+    close_timeout_s: Annotated[
+        float | None, typer.Option(help="Seconds that the tear-down of a rollout may take: 10.")
+    ] = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="The graph's secret file, if it has one: each rollout gets its own token.")
     ] = None,
-    ray_address: Annotated[str, typer.Option(help="The Ray cluster that the graph runs on.")] = "auto",
-    namespace: Annotated[str, typer.Option(help="Ray namespace of the graph's state actors.")] = "gym-capture",
+    ray_address: Annotated[str | None, typer.Option(help="The Ray cluster that the graph runs on: auto.")] = None,
+    namespace: Annotated[
+        str | None, typer.Option(help="Ray namespace of the graph's state actors: gym-capture.")
+    ] = None,
 ) -> None:
-    """Play tasks x samples with a tool-calling agent over HTTP.
+    """Play tasks x samples with an agent over HTTP: a job file, or options alone.
 
     Writes one line for each rollout to OUT/rollouts.jsonl and one for each failed attempt to OUT/failures.jsonl.
     Exits with 1 if rollouts failed for good.
     """
-    from gym_capture.rollouts.harness import ToolLoopOptions
-    from gym_capture.rollouts.job import JobOptions
-    from gym_capture.rollouts.tool_agent import run_tool_agent
+    from gym_capture.commands.job_files import overridden, read_job_file
+    from gym_capture.rollouts import patience
+    from gym_capture.rollouts.progress import JobProgress
 
-    keyring = None if secret_file is None else Keyring.from_file(secret_file)
-    check_server(url)
-    make_environment: EnvironmentFactory = load(environment)
-    tasks = read_tasks(tasks_file) if tasks_file else made_tasks(environment, generate, seed=seed)
-    job = JobOptions(
-        job_id=job_id or _job_id(out),
-        samples=samples,
-        concurrency=concurrency,
-        max_attempts=max_attempts,
-        rollout_timeout_s=rollout_timeout_s,
-    )
-    loop = ToolLoopOptions(
-        model=model,
-        max_calls=max_calls,
-        forced_calls=forced_calls,
-        max_tokens=max_tokens,
-        call_timeout_s=call_timeout_s,
-    )
-    clear = _clearing(ray_address, namespace)
+    given = {
+        "out": out,
+        "job_id": job_id,
+        "samples": samples,
+        "endpoint.url": url,
+        "endpoint.secret_file": secret_file,
+        "endpoint.ray_address": ray_address,
+        "endpoint.namespace": namespace,
+        "environment.name": environment,
+        "tasks.count": generate,
+        "tasks.seed": seed,
+        "tasks.file": tasks_file,
+        "harness.name": harness,
+        "harness.model": model,
+        "harness.max_calls": max_calls,
+        "harness.forced_calls": forced_calls,
+        "harness.max_tokens": max_tokens,
+        "harness.call_timeout_s": call_timeout_s,
+        "limits.concurrency": concurrency,
+        "limits.max_attempts": max_attempts,
+        "limits.rollout_timeout_s": rollout_timeout_s,
+        "limits.close_timeout_s": close_timeout_s,
+    }
+    options = [(key, value) for key, value in given.items() if value is not None]
+    job = read_job_file(job_file, [*options, *map(overridden, set_ or ())])
+    if dry_run:
+        for line in patience.run(_planned(job)):
+            typer.echo(line)
+        return
     console = Console(stderr=True)
-
-    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
-        return asyncio.run(
-            run_tool_agent(
-                url=url,
-                tasks=tasks,
-                make_environment=make_environment,
-                job=job,
-                loop=loop,
-                clear=clear,
-                directory=out,
-                on_row=on_row,
-                keyring=keyring,
-            )
-        )
-
-    summary = with_progress(play, total=len(tasks) * samples, console=console)
-    console.print(escape(summarized(summary, url)), highlight=False)
+    progress = JobProgress()
+    try:
+        summary = patience.run(_play(job, progress, _view(console, as_json=as_json)))
+    except KeyboardInterrupt:
+        console.print(escape(interrupted(progress, job.out)), highlight=False, soft_wrap=True)
+        raise typer.Exit(_INTERRUPTED) from None
+    console.print(escape(summarized(summary, job.endpoint.url)), highlight=False, soft_wrap=True)
     if summary.failed:
         raise typer.Exit(1)
 
 
+async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
+    from gym_capture.commands.rollout_view import watching
+    from gym_capture.rollouts.jobfile import prepare
+    from gym_capture.rollouts.on_graph import play_on_graph
+
+    endpoint = job.endpoint
+    keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
+    options = job.options(job.job_id or _job_id(job.out))
+    prepared = await prepare(job)
+    check_server(endpoint.url)
+    clear = _clearing(endpoint.ray_address, endpoint.namespace)
+    async with watching(progress, view):
+        return await play_on_graph(
+            url=endpoint.url,
+            tasks=prepared.tasks,
+            make_environment=prepared.make_environment,
+            harness=prepared.harness,
+            options=options,
+            settings=job.settings,
+            clear=clear,
+            directory=job.out,
+            progress=progress,
+            keyring=keyring,
+        )
+
+
+async def _planned(job: JobFile) -> Sequence[str]:
+    """What a job would play. Raises `ConfigError` for what could not be played."""
+    from gym_capture.rollouts.job import identity, rollouts_of
+    from gym_capture.rollouts.jobfile import prepare
+
+    prepared = await prepare(job)
+    await prepared.harness.close()
+    found = read_job(job.out)
+    job_id = job.job_id or (f"{job.out.resolve().name}-{_RANDOM_PART}" if found is None else str(found["job_id"]))
+    options = job.options(job_id)
+    rollouts = list(rollouts_of(prepared.tasks, options))
+    there = look(job.out, identity(prepared.tasks, options, job.settings))
+    if there.differences:
+        out = f"{job.out}: REFUSED, it holds another job: {'; '.join(there.differences)}"
+    elif found is not None:
+        out = f"{job.out}: goes on, {there.over} of {len(rollouts)} rollouts are over"
+    else:
+        out = f"{job.out}: a new job"
+    ids = [rollout.rollout_id for rollout in itertools.islice(rollouts, _SHOWN_IDS)]
+    more = ", ..." if len(rollouts) > len(ids) else ""
+    random = f" ({_RANDOM_PART}: a random part)" if found is None and job.job_id is None else ""
+    token = "no token" if job.endpoint.secret_file is None else "a token for each rollout"
+    return [
+        f"out          {out}",
+        f"rollouts     {len(rollouts)}: {_source(job, prepared.tasks)} x {options.samples} samples",
+        f"ids          {', '.join(ids)}{more}{random}",
+        f"endpoint     {job.endpoint.url}, {token}, Ray at {job.endpoint.ray_address}",
+        f"environment  {_named(job.settings['environment'])}",
+        f"harness      {_named(job.settings['harness'])}",
+        f"limits       {', '.join(f'{key} {value:g}' for key, value in job.limits.model_dump().items())}",
+    ]
+
+
+def _source(job: JobFile, tasks: Sequence[Task]) -> str:
+    if job.tasks.file is not None:
+        return f"{len(tasks)} tasks of {job.tasks.file}"
+    return f"{len(tasks)} tasks made up with seed {job.tasks.seed or 0}"
+
+
+def _named(settings: dict[str, Any]) -> str:
+    options = [f"{key}={json.dumps(value)}" for key, value in settings.items() if key != "name"]
+    return " ".join([settings["name"], *options])
+
+
+def _view(console: Console, *, as_json: bool) -> View:
+    from gym_capture.commands.rollout_view import JsonView, LineView, LiveView
+
+    if as_json:
+        return JsonView()
+    return LiveView(console) if console.is_terminal else LineView(console)
+
+
 def check_server(url: str) -> None:
-    """Raises `ConfigError` if nothing answers at `url`; whether what answers is a graph, the calls will tell."""
+    """Raises `ConfigError` if nothing answers at `url`, or if what answers is no graph."""
+    at = f"{url.rstrip('/')}/stats"
     try:
-        httpx.get(f"{url.rstrip('/')}/v1/models", timeout=_ANSWERS_WITHIN_S)
+        answer = httpx.get(at, timeout=_ANSWERS_WITHIN_S)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"--url {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
     except httpx.TransportError as error:
         raise ConfigError(
             f"no graph answers at {url} ({error or type(error).__name__}): is `serve run` up? --url names another place"
         ) from None
+    if answer.status_code >= 500:
+        return  # of a graph that starts, or one of whose actors does: the calls will tell
+    try:
+        is_graph = answer.status_code == 200 and "capture" in answer.json()
+    except (ValueError, TypeError, RecursionError):
+        is_graph = False
+    if not is_graph:
+        raise ConfigError(
+            f"what answers at {url} is no gym-capture graph: HTTP {answer.status_code} from {at}. Name scheme, host "
+            "and port only, without /v1"
+        )
+
+
+def interrupted(progress: JobProgress, out: Path) -> str:
+    """One line on a job that was stopped."""
+    now = progress.now()
+    if not now.total:
+        return "interrupted before anything was played"
+    return (
+        f"interrupted: {now.done} of {now.total} rollouts are over and kept in {out}; the same command goes on with "
+        "the others"
+    )
 
 
 def _job_id(out: Path) -> str:
@@ -152,46 +277,6 @@ def _job_id(out: Path) -> str:
     """
     found = read_job(out)
     return f"{out.resolve().name}-{uuid.uuid4().hex[:8]}" if found is None else str(found["job_id"])
-
-
-def with_progress(
-    play: Callable[[Callable[[RolloutRow], None]], JobSummary], *, total: int, console: Console
-) -> JobSummary:
-    """Runs `play` under a progress bar that shows the mean reward so far and what failed."""
-    finished, failed, rewards = 0, 0, 0.0
-    spinner = SpinnerColumn(finished_text="[green]✓")
-    columns = (
-        spinner,
-        TextColumn("rollouts"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.description}"),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=total)
-
-        def on_row(row: RolloutRow) -> None:
-            nonlocal finished, failed, rewards
-            if row.status == "finished":
-                finished, rewards = finished + 1, rewards + row.reward
-            else:
-                failed += 1
-            shown = [f"mean reward {rewards / finished:.3f}"] if finished else []
-            shown += [f"[red]{failed} failed"] if failed else []
-            spinner.finished_text = _mark(finished=finished, failed=failed)
-            progress.update(bar, advance=1, description=", ".join(shown))
-
-        summary = play(on_row)
-        spinner.finished_text = _mark(finished=summary.finished, failed=summary.failed)
-        progress.update(bar, completed=len(summary.rows))
-        return summary
-
-
-def _mark(*, finished: int, failed: int) -> Text:
-    if not failed:
-        return Text("✓", style="green")
-    return Text("!", style="yellow") if finished else Text("✗", style="red")
 
 
 def summarized(summary: JobSummary, url: str) -> str:
@@ -209,38 +294,11 @@ def summarized(summary: JobSummary, url: str) -> str:
         parts.append(f"the first to fail, {first.rollout_id}: {one_line(first.detail or first.error or '')}")
     if summary.failed and summary.failures[AttemptFailure.CONNECTION]:
         parts.append(f"calls could not connect to {url}: is `serve run` still up?")
+    if summary.left_running:
+        parts.append(f"{summary.left_running} agents or environments did not end when they were cancelled")
     if summary.failed and summary.resumed == len(summary.rows):
         parts.append("nothing was left to play: name another --out to start anew")
     return "; ".join(parts)
-
-
-def read_tasks(path: Path) -> list[Task]:
-    """Tasks from lines of JSON. Raises `ConfigError`, naming the line."""
-    from gym_capture.rollouts.environment import Task
-
-    tasks = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            found = json.loads(line)
-            tasks.append(Task(str(found["task_id"]), found.get("data", {})))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ConfigError(f"{path}, line {number}: not a task: {type(error).__name__}: {error}") from None
-    if not tasks:
-        raise ConfigError(f"{path}: there are no tasks in it")
-    return tasks
-
-
-def made_tasks(environment: str, count: int, *, seed: int) -> Sequence[Task]:
-    """Tasks that an environment makes up itself. Raises `ConfigError` if it makes none."""
-    try:
-        make: TaskMaker = load(f"{environment}.tasks")
-    except ConfigError as error:
-        raise ConfigError(
-            f"{environment} makes no tasks of its own: give it some with --tasks ({error.message})"
-        ) from None
-    return make(count, seed=seed)
 
 
 def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:

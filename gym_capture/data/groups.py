@@ -204,9 +204,11 @@ async def _built(request: Request, freeze: Callable[[str], Awaitable[Snapshot]],
 
 def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Built:
     built = build(snapshot, options)
-    extra_reasons = list(reward_problems(request.reward)) if request.compared else []
     if request.failure is not None:
-        extra_reasons.append(join_reason(MaskReason.INCOMPLETE, request.failure))
+        # Which is also why it has no reward, if it has none.
+        extra_reasons = [join_reason(MaskReason.INCOMPLETE, request.failure)]
+    else:
+        extra_reasons = list(reward_problems(request.reward)) if request.compared else []
     built_rows = rows(
         built,
         snapshot=snapshot,

@@ -13,7 +13,7 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,10 +30,10 @@ from gym_capture.demo.training import train
 from gym_capture.operations import Clear
 from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
-from gym_capture.rollouts.harness import ToolLoopOptions
+from gym_capture.rollouts.harness import ToolLoopOptions, tool_loop
 from gym_capture.rollouts.job import JobOptions, JobSummary
 from gym_capture.rollouts.ledger import ROWS_FILE, RolloutRow
-from gym_capture.rollouts.tool_agent import run_tool_agent
+from gym_capture.rollouts.on_graph import play_on_graph
 from gym_capture.serving.state import connect
 
 _CPUS: Final = 8
@@ -113,7 +113,7 @@ class _Run:
             )
         built = read_built(self._trajectories)
         finished = [row for row in summary.rows if row.status == "finished"]
-        mean_reward, reward_std = mean_and_std([row.reward for row in finished])
+        mean_reward, reward_std = mean_and_std(_rewards(finished))
         return Mode(
             prefix_supply=self._prefix_supply,
             rollouts=built.rollouts,
@@ -154,12 +154,14 @@ class _Run:
     def _roll_out(self, url: str, phase: Phase) -> JobSummary:
         options = self._options
         total = options.tasks * options.samples
+        loop = asdict(options.loop)
         done: list[RolloutRow] = []
 
         def on_row(row: RolloutRow) -> None:
             done.append(row)
             phase.count(len(done), total)
-            phase.note(f"{len(done)}/{total}, mean reward {sum(row.reward for row in done) / len(done):.2f}")
+            mean_reward, _ = mean_and_std(_rewards(done))
+            phase.note(f"{len(done)}/{total}, mean reward {mean_reward:.2f}")
 
         state = connect(namespace=_NAMESPACE)
 
@@ -168,14 +170,15 @@ class _Run:
 
         phase.count(0, total)
         return asyncio.run(
-            run_tool_agent(
+            play_on_graph(
                 url=url,
                 tasks=Register.tasks(options.tasks, seed=options.seed),
                 make_environment=Register,
-                job=JobOptions(
+                options=JobOptions(
                     job_id=f"demo-{self._directory.name}", samples=options.samples, concurrency=options.concurrency
                 ),
-                loop=options.loop,
+                harness=tool_loop(**loop),
+                settings={"environment": {"name": "register"}, "harness": {"name": "tool-loop", **loop}},
                 clear=clear,
                 directory=self._directory,
                 on_row=on_row,
@@ -191,6 +194,10 @@ class _Run:
             options=BuildJobOptions(rollouts_per_part=max(1, total // 2), workers=2),
             on_progress=lambda done: phase.count(done, total),
         )
+
+
+def _rewards(rows: Sequence[RolloutRow]) -> list[float]:
+    return [row.reward for row in rows if row.reward is not None]
 
 
 async def _grammar_calls(rollout_ids: Sequence[str]) -> frozenset[str]:

@@ -98,6 +98,22 @@ def task_maker(name: str) -> Callable[..., Sequence[Task]]:
     return make
 
 
+def check_harness(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` for a name or options that there are not. Nothing is made, so nothing must be installed."""
+    path = _path_of(name, HARNESSES, "harness")
+    takes = _Takes.of(load(path), path)
+    _check_known(options, [takes], f"harness {name!r}")
+    takes.own(options, f"harness {name!r}")
+
+
+def check_environment(name: str, options: Mapping[str, Any]) -> None:
+    """Raises `ConfigError` as `check_harness` does."""
+    path = _path_of(name, ENVIRONMENTS, "environment")
+    takes, of_tasks = _Takes.of(load(path), path), _takes_of_tasks(path)
+    _check_known(options, [takes, *of_tasks], f"environment {name!r}")
+    takes.own(options, f"environment {name!r}")
+
+
 @dataclass(frozen=True)
 class _Takes:
     """The options that a callable has parameters for."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import httpx
@@ -63,6 +63,8 @@ class Failed:
     retryable: bool = True
     ends_job: bool = False
     """The fault is none of this rollout: every other call of the job would meet it too."""
+    failed_call: int | None = None
+    """Which model call of the attempt failed, from 1; None if none did, or if that is not known."""
 
 
 Outcome: TypeAlias = Completed | Failed
@@ -124,9 +126,10 @@ class ToolLoop:
             forced = call < options.forced_calls
             reply = await self._complete(client, messages, observation, self._tool_choice(call))
             if isinstance(reply, openai.OpenAIError):
-                return _failed(reply, n_calls=call)
+                return replace(_failed(reply, n_calls=call), failed_call=call + 1)
             if not reply.choices:
-                return Failed(AttemptFailure.MALFORMED_REPLY, "a completion without choices", n_calls=call)
+                detail = "a completion without choices"
+                return Failed(AttemptFailure.MALFORMED_REPLY, detail, n_calls=call, failed_call=call + 1)
             message = reply.choices[0].message
             messages.append(_echo(message))
             answer = message.content or ""

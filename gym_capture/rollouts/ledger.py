@@ -2,10 +2,11 @@
 
 Invariant: `rollouts.jsonl` holds at most one line for each rollout id, and only of rollouts that are over; a line is
 on disk before `add_row` returns. Whatever instant the job dies at, opening the directory again gives exactly the rows
-that were added: a last line that was cut is removed, a line in the middle that cannot be read is an error.
+that were added: a last line that was cut is removed, a line in the middle that cannot be read is an error. A line that
+a full disk does not take leaves nothing behind.
 
-Files: `job.json` (what the job is; another job is refused), `rollouts.jsonl` (one `RolloutRow` a line),
-`failures.jsonl` (one `FailureRow` for each failed attempt), `lock`.
+Files: `job.json` (what the job is; another job is refused, with what differs), `rollouts.jsonl` (one `RolloutRow` a
+line), `failures.jsonl` (one `FailureRow` for each failed attempt), `lock`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,12 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Literal, Self, TypeVar
+from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar
 
 from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
@@ -27,13 +29,14 @@ _Row = TypeVar("_Row")
 ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
 _JOB_FILE: Final = "job.json"
-_OPTIONS: Final = {"job_id": "--job-id", "samples": "--samples", "tasks": "--tasks (or --generate and --seed)"}
-"""Where `gym-capture rollouts run` takes what a job is from."""
+_KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
+_LONGEST_DIFFERENCE: Final = 200
+_MOST_DIFFERENCES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutRow:
-    """One rollout that is over. A failed one has reward 0 and says why."""
+    """One rollout that is over. A failed one has no reward - none was earned, and 0 would be one - and says why."""
 
     rollout_id: str
     task_id: str
@@ -41,15 +44,21 @@ class RolloutRow:
     """The rollouts that GRPO compares: those of one task."""
     sample: int
     status: Literal["finished", "failed"]
-    reward: float
+    reward: float | None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     n_calls: int
     attempts: int
+    """How many there were; the row is of the last one."""
     error: str | None = None
+    """An `AttemptFailure`, or a name of the harness's own."""
     detail: str | None = None
+    failed_call: int | None = None
+    """Which model call failed, from 1; None if none did, or if that is not known."""
     retryable: bool = True
     """Whether another attempt at a failed rollout could end differently."""
     answer: str | None = None
+    note: str | None = None
+    """What went wrong without a consequence for the row, in the tear-down."""
     started_at: float
     """Unix seconds of the start of the last attempt."""
     wall_s: float
@@ -67,8 +76,10 @@ class FailureRow:
     """From 1."""
     reason: str
     detail: str
+    failed_call: int | None = None
     retryable: bool
     n_calls: int
+    note: str | None = None
     at: float
     """Unix seconds."""
 
@@ -77,38 +88,33 @@ class Ledger:
     """An open job directory. Use as a context manager."""
 
     def __init__(self, directory: Path, job: Mapping[str, Any]) -> None:
-        """Raises `ConfigError` if the directory belongs to another job or is in use, `RecordError` if it is damaged."""
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self._lock = (directory / "lock").open("w", encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"a rollout job cannot be kept in {directory}: {error.strerror}") from None
+        """Raises `ConfigError` if the directory belongs to another job, is in use or cannot be written, `RecordError`
+        if it is damaged."""
         self._directory = directory
+        self._opened: list[IO[bytes]] = []
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise ConfigError(
-                f"{directory}: another rollout job is writing here; wait for it, or choose another --out"
-            ) from None
-        try:
-            self._check_job(job)
+            with _writable(directory):
+                directory.mkdir(parents=True, exist_ok=True)
+                self._lock()
+                self._check_job(job)
+                self._rows_file = self._open(ROWS_FILE)
+                self._failures_file = self._open(FAILURES_FILE)
+                sync_directory(directory)
             self.rows = {row.rollout_id: row for row in _read(directory / ROWS_FILE, RolloutRow)}
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
-            self._rows_file = (directory / ROWS_FILE).open("a", encoding="utf-8")
-            self._failures_file = (directory / FAILURES_FILE).open("a", encoding="utf-8")
-            sync_directory(directory)
         except BaseException:
-            self._lock.close()
+            self._close()
             raise
 
     def add_row(self, row: RolloutRow) -> None:
+        """Raises `ConfigError` if it cannot be written: then it is not there."""
+        self._append(self._rows_file, _line(row))
         self.rows[row.rollout_id] = row
-        _append(self._rows_file, row)
 
     def add_failure(self, failure: FailureRow) -> None:
+        """Raises `ConfigError` as `add_row` does."""
+        self._append(self._failures_file, _line(failure))
         self.failures.append(failure)
-        _append(self._failures_file, failure)
 
     def forget(self, rollout_ids: Collection[str]) -> None:
         """Takes the rows of rollouts that are to run again out of the file."""
@@ -116,9 +122,44 @@ class Ledger:
             return
         for rollout_id in rollout_ids:
             del self.rows[rollout_id]
-        replace_file(self._directory / ROWS_FILE, "".join(map(_line, self.rows.values())).encode())
-        self._rows_file.close()
-        self._rows_file = (self._directory / ROWS_FILE).open("a", encoding="utf-8")
+        with _writable(self._directory, _KEPT):
+            replace_file(self._directory / ROWS_FILE, b"".join(map(_line, self.rows.values())))
+            self._opened.remove(self._rows_file)
+            self._rows_file.close()
+            self._rows_file = self._open(ROWS_FILE)
+
+    def _append(self, file: IO[bytes], line: bytes) -> None:
+        with _writable(self._directory, _KEPT):
+            end = file.seek(0, os.SEEK_END)
+            try:
+                unwritten = memoryview(line)
+                while unwritten:
+                    unwritten = unwritten[file.write(unwritten) :]
+                os.fsync(file.fileno())
+            except OSError:
+                file.truncate(end)  # else a later line would go on after half of this one
+                raise
+
+    def _lock(self) -> None:
+        lock = self._open("lock")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"{self._directory}: another rollout job is writing here; wait for it, or choose another --out"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n".encode())
+        os.fsync(lock.fileno())  # a disk that is full says so here, before anything is played
+
+    def _open(self, name: str) -> IO[bytes]:
+        file = (self._directory / name).open("ab", buffering=0)
+        self._opened.append(file)
+        return file
+
+    def _close(self) -> None:
+        for file in self._opened:
+            file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -126,23 +167,65 @@ class Ledger:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._rows_file.close()
-        self._failures_file.close()
-        self._lock.close()
+        self._close()
 
     def _check_job(self, job: Mapping[str, Any]) -> None:
-        path = self._directory / _JOB_FILE
-        if not path.exists():
-            replace_file(path, json.dumps(job, indent=2, sort_keys=True).encode() + b"\n")
+        found = read_job(self._directory)
+        if found is None:
+            text = json.dumps(job, indent=2, sort_keys=True, default=str) + "\n"
+            replace_file(self._directory / _JOB_FILE, text.encode())
             return
-        found = read_job(self._directory) or {}
-        differing = sorted(key for key in {*job, *found} if job.get(key) != found.get(key))
+        differing = differences(found, job)
         if differing:
-            options = ", ".join(_OPTIONS.get(key, key) for key in differing)
+            shown = "; ".join(map(_cut, differing[:_MOST_DIFFERENCES]))
+            more = len(differing) - _MOST_DIFFERENCES
             raise ConfigError(
-                f"{self._directory} holds a job with other {', '.join(differing)}: give {options} the values it was "
-                "started with to resume it, or choose another directory with --out"
+                f"{self._directory} holds another job: {shown}{f'; and {more} more' if more > 0 else ''}. Its rows do "
+                "not count for this one: give what differs the values that it was started with to resume it, or choose "
+                "another directory with --out"
             )
+
+
+class Found(NamedTuple):
+    """What a look at a job's directory finds; nothing is changed by it."""
+
+    differences: list[str]
+    """From the job that is there, if there is one: `key: old -> new`."""
+    over: int
+    """Rollouts that have a row."""
+
+
+def look(directory: Path, job: Mapping[str, Any]) -> Found:
+    """Raises `RecordError` if what is there cannot be read."""
+    found = read_job(directory)
+    path = directory / ROWS_FILE
+    over = path.read_bytes().count(b"\n") if path.is_file() else 0
+    return Found([] if found is None else differences(found, job), over)
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """What two jobs do not have in common, each as `key: old -> new` with its dotted key."""
+    # The new one as it would be read back: tuples are lists, keys are text.
+    before, after = dict(_flat(old)), dict(_flat(json.loads(json.dumps(new, default=str))))
+    return [
+        "tasks: others" if key == "tasks" else f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        for key in sorted({*before, *after})
+        if _shown(before, key) != _shown(after, key) and not (key in before and before[key] == after.get(key))
+    ]
+
+
+def _flat(job: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in job.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(values: Mapping[str, Any], key: str) -> str:
+    if key not in values:
+        return "nothing"
+    return json.dumps(values[key], ensure_ascii=False)
 
 
 def read_job(directory: Path) -> dict[str, Any] | None:
@@ -159,26 +242,31 @@ def read_job(directory: Path) -> dict[str, Any] | None:
     return found
 
 
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST_DIFFERENCE else f"{text[: _LONGEST_DIFFERENCE - 3]}..."
+
+
 def _damaged(path: Path, why: str) -> RecordError:
     return RecordError(
         f"{path} cannot be read: {why}. Choose another directory with --out, or remove that one", field=path.name
     )
 
 
-def _line(row: RolloutRow | FailureRow) -> str:
-    return json.dumps(asdict(row), separators=(",", ":")) + "\n"
+@contextmanager
+def _writable(directory: Path, further: str = "") -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"a rollout job cannot be kept in {directory}: {error.strerror}{further}") from None
 
 
-def _append(file: IO[str], row: RolloutRow | FailureRow) -> None:
-    file.write(_line(row))
-    file.flush()
-    os.fsync(file.fileno())
+def _line(row: RolloutRow | FailureRow) -> bytes:
+    """What a harness gave for an answer that is no JSON is there as its text."""
+    return json.dumps(asdict(row), separators=(",", ":"), default=str).encode() + b"\n"
 
 
 def _read(path: Path, make: Callable[..., _Row]) -> list[_Row]:
     """The rows of a file; cuts off a last line that has no newline, which no finished write leaves."""
-    if not path.exists():
-        return []
     data = path.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):

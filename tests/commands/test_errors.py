@@ -263,11 +263,22 @@ def test_trajectories_that_are_there_are_replaced_by_an_option(run: Run, tmp_pat
 
 @pytest.fixture
 def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server that answers, and state actors that are not asked."""
+    """A server that answers as a graph does, and state actors that are not asked."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_error(404)
+            answers = {
+                "/stats": (200, b'{"capture": true}'),
+                "/vllm/stats": (404, b'{"capture": "of another kind"}'),
+                "/other/stats": (200, b'{"requests": 3}'),
+                "/list/stats": (200, b"[1]"),
+                "/text/stats": (200, b"capture"),
+                "/number/stats": (200, b"3"),
+            }
+            status, body = answers.get(self.path, (404, b""))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
             """Says nothing."""
@@ -305,16 +316,32 @@ def test_a_graph_that_does_not_answer(run: Run, tmp_path: Path, address: str, me
 
 def test_a_job_is_resumed_with_the_same_options(run: Run, url: str, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    started_with = {"job_id": "job-1", "samples": 4, "tasks": "the digest of others"}
+    started_with = {"job_id": "job-1", "samples": 4, "tasks": "the digest of others", "harness": {"name": "mine"}}
     (tmp_path / "job" / "job.json").write_text(json.dumps(started_with))
     code, line = run("rollouts", "run", "--out", "job", "--url", url, "--samples", "3")
     assert (code, line) == (
         2,
-        "job holds a job with other samples, tasks: give --samples, --tasks (or --generate and --seed) the values it "
-        "was started with to resume it, or choose another directory with --out",
+        'job holds another job: environment.name: nothing -> "register"; harness.name: "mine" -> "tool-loop"; '
+        "limits.rollout_timeout_s: nothing -> 600.0; samples: 4 -> 3; tasks: others. Its rows do not count for this "
+        "one: give what differs the values that it was started with to resume it, or choose another directory with "
+        "--out",
     )
     _, line = run("rollouts", "run", "--out", "job", "--url", url, "--job-id", "mine")
-    assert line.startswith("job holds a job with other job_id, tasks: give --job-id, --tasks (or")
+    assert 'job_id: "job-1" -> "mine"' in line
+    assert (tmp_path / "job" / "job.json").read_text() == json.dumps(started_with)
+
+
+@pytest.mark.parametrize(
+    ("at", "status"), [("v1", 404), ("vllm", 404), ("other", 200), ("list", 200), ("text", 200), ("number", 200)]
+)
+def test_what_answers_is_no_graph(run: Run, url: str, tmp_path: Path, at: str, status: int) -> None:
+    code, line = run("rollouts", "run", "--out", "job", "--url", f"{url}/{at}")
+    assert code == 2
+    assert line == (
+        f"what answers at {url}/{at} is no gym-capture graph: HTTP {status} from {url}/{at}/stats. Name scheme, host "
+        "and port only, without /v1"
+    )
+    assert not (tmp_path / "job").exists()
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "[" * 100_000])
@@ -342,3 +369,34 @@ def test_tasks_that_cannot_be_read(run: Run, url: str, tmp_path: Path, line: byt
     code, said = run("rollouts", "run", "--out", "job", "--tasks", "tasks.jsonl", "--url", url)
     assert code == 2
     assert said.startswith("tasks.jsonl, line 1: not a task: ")
+    assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--environment", "regster"), "there is no environment 'regster' (did you mean 'register'?)"),
+        (("--harness", "tool-lop"), "there is no harness 'tool-lop' (did you mean 'tool-loop'?)"),
+        (("--set", "harness.max_cals=3"), "harness 'tool-loop' has no option 'max_cals' (did you mean 'max_calls'?)"),
+        (("--set", "environment.bonus=3"), "environment 'register' has no option 'bonus'"),
+        (("--tasks", "nowhere.jsonl"), "nowhere.jsonl: the tasks cannot be read: No such file or directory"),
+        (("--samples", "0"), "the job: samples: Input should be greater than 0"),
+        (("--rollout-timeout-s", "nan"), "the job: limits.rollout_timeout_s: Input should be"),
+        (("--secret-file", "nowhere"), "nowhere"),
+        (("--set", "smaples=3"), "the job: smaples: unknown key, did you mean `samples`?"),
+        (("--set", "samples"), "--set samples: write it as key=value"),
+        (("--set", "samples.more=3"), "the job: samples: "),
+        (("--set", "out.more=3"), "out.more cannot be set: out is "),
+    ],
+)
+def test_a_job_that_cannot_work_is_refused_before_anything_runs(
+    run: Run, url: str, tmp_path: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    code, said = run("rollouts", "run", "--out", "job", "--url", url, *arguments)
+    assert code == 2
+    assert message in said
+    assert not (tmp_path / "job").exists()
+
+
+def test_a_job_needs_its_directory(run: Run, url: str) -> None:
+    assert run("rollouts", "run", "--url", url) == (2, "the job: out: Field required")

@@ -1,21 +1,26 @@
-"""Tasks from a file, and the line that a job ends with."""
+"""`rollouts run`: what it would run, what it says while it runs and when it ends, whoever ends it."""
 
 from __future__ import annotations
 
-import io
+import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from rich.console import Console
 
-from gym_capture.commands.rollouts import _job_id, made_tasks, read_tasks, summarized, with_progress
-from gym_capture.errors import ConfigError
-from gym_capture.rollouts.environment import Register, Task
+from gym_capture import cli
+from gym_capture.commands.rollouts import _job_id, summarized
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
+from tests.rollouts.scripted_server import Call, serving, solve
 
 
 def row(sample: int, *, failed: bool = False) -> RolloutRow:
@@ -25,7 +30,7 @@ def row(sample: int, *, failed: bool = False) -> RolloutRow:
         group_id="t",
         sample=sample,
         status="failed" if failed else "finished",
-        reward=0.0 if failed else 0.5,
+        reward=None if failed else 0.5,
         n_calls=3,
         attempts=1,
         error="connection" if failed else None,
@@ -35,70 +40,14 @@ def row(sample: int, *, failed: bool = False) -> RolloutRow:
     )
 
 
-def test_tasks_are_read_from_lines(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text('{"task_id": "a", "data": {"start": 1}}\n\n{"task_id": "b"}\n')
-    assert read_tasks(path) == [Task("a", {"start": 1}), Task("b")]
-
-
-@pytest.mark.parametrize("line", ["{", "[]", '"text"', '{"data": {}}', "1"])
-def test_a_line_that_is_no_task_is_named(tmp_path: Path, line: str) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text(f'{{"task_id": "a"}}\n{line}\n')
-    with pytest.raises(ConfigError, match=r"tasks\.jsonl, line 2: not a task"):
-        read_tasks(path)
-
-
-def test_a_file_without_tasks_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "tasks.jsonl"
-    path.write_text("\n")
-    with pytest.raises(ConfigError, match="no tasks"):
-        read_tasks(path)
-
-
-def test_an_environment_may_make_tasks() -> None:
-    register = "gym_capture.rollouts.environment:Register"
-    assert made_tasks(register, 2, seed=1) == Register.tasks(2, seed=1)
-    with pytest.raises(ConfigError, match=r"Task makes no tasks of its own: give it some with --tasks \(cannot load "):
-        made_tasks("gym_capture.rollouts.environment:Task", 2, seed=1)
-
-
-def test_the_bar_shows_the_mean_reward_and_what_failed() -> None:
+def test_a_job_that_ended_is_told_in_one_line() -> None:
     rows = (row(0), row(1, failed=True), row(2))
-
-    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
-        for each in rows:
-            on_row(each)
-        return JobSummary(rows, resumed=0, failures=Counter(connection=3))
-
-    output = io.StringIO()
-    summary = with_progress(play, total=3, console=Console(file=output, width=120))
-    assert "3/3 mean reward 0.500, 1 failed" in output.getvalue()
+    summary = JobSummary(rows, resumed=0, failures=Counter(connection=3), left_running=1)
     assert summarized(summary, "http://here") == (
         "2 of 3 rollouts finished; 1 failed for good; failed attempts: connection 3x; "
-        "the first to fail, j.t.1: nobody there; calls could not connect to http://here: is `serve run` still up?"
+        "the first to fail, j.t.1: nobody there; calls could not connect to http://here: is `serve run` still up?; "
+        "1 agents or environments did not end when they were cancelled"
     )
-
-
-@pytest.mark.parametrize(
-    ("rows", "mark", "shown"),
-    [
-        ((row(0), row(1)), "✓", "mean reward 0.500"),
-        ((row(0), row(1, failed=True)), "!", "mean reward 0.500, 1 failed"),
-        ((row(0, failed=True), row(1, failed=True)), "✗", "2/2 2 failed"),
-    ],
-)
-@pytest.mark.parametrize("resumed", [False, True])
-def test_a_mark_says_how_it_went(rows: tuple[RolloutRow, ...], mark: str, shown: str, *, resumed: bool) -> None:
-    def play(on_row: Callable[[RolloutRow], None]) -> JobSummary:
-        for each in () if resumed else rows:
-            on_row(each)
-        return JobSummary(rows, resumed=2 * resumed, failures=Counter())
-
-    output = io.StringIO()
-    with_progress(play, total=2, console=Console(file=output, width=120))
-    assert output.getvalue().strip().startswith(f"{mark} rollouts")
-    assert resumed or shown in output.getvalue()
 
 
 def test_a_job_of_which_everything_failed_before_says_what_to_do() -> None:
@@ -123,3 +72,155 @@ def test_jobs_in_folders_of_one_name_have_rollouts_of_their_own_and_a_resumed_on
     first.mkdir(parents=True)
     (first / "job.json").write_text(json.dumps({"job_id": ids[0]}), encoding="utf-8")
     assert _job_id(first) == ids[0]
+
+
+# --- the command, against a scripted server --------------------------------------------------------------------------
+
+JOB = """
+format_version: 1
+out: job
+environment: {name: register}
+tasks: {count: 2}
+samples: 2
+harness: {name: tool-loop, max_tokens: 64}
+limits: {retry_wait_s: 0}
+"""
+
+
+async def nothing_to_clear(rollout_id: str) -> None:
+    return
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a job file; state actors that have nothing to clear."""
+
+    def clearing(*_: object) -> Callable[[str], Awaitable[None]]:
+        return nothing_to_clear
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("gym_capture.commands.rollouts._clearing", clearing)
+    (tmp_path / "job.yaml").write_text(JOB)
+    return tmp_path
+
+
+def run_command(*arguments: str, script: Callable[[Call], Awaitable[Any]] = solve) -> int:
+    """The exit code of `rollouts run job.yaml` at a server that plays `script`."""
+
+    async def run() -> int:
+        async with serving(script) as server:
+            command = ["rollouts", "run", "job.yaml", "--url", server.url, *arguments]
+            return await asyncio.to_thread(ended, command)
+
+    return asyncio.run(run())
+
+
+def ended(command: list[str]) -> int:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(command)
+    return int(stop.value.code or 0)
+
+
+@pytest.fixture
+def in_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command's own signals need the main thread, which the server has."""
+    monkeypatch.setattr("gym_capture.cli._terminate_like_an_interrupt", lambda: lambda: False)
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_a_job_file_is_played_and_goes_on_with_other_keys(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_command("--set", "samples=1", "--json") == 0
+    output = capsys.readouterr()
+    last = json.loads(output.out.splitlines()[-1])
+    assert (last["total"], last["done"], last["failed"], last["mean_reward"]) == (2, 2, 0, 1.0)
+    assert output.err.startswith("2 of 2 rollouts finished")
+    settings = json.loads((here / "job" / "job.json").read_text())
+    assert settings["harness"] == {"name": "tool-loop", "max_tokens": 64}
+    # Where the graph is and how many play at a time decide nothing of what is played.
+    assert run_command("--set", "samples=1", "--set", "limits.concurrency=2") == 0
+    assert "2 were over before this run" in capsys.readouterr().err
+    assert run_command("--set", "samples=1", "--max-tokens", "65") == 2
+    assert "job holds another job: harness.max_tokens: 64 -> 65" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_failed_rollouts_have_no_reward_and_the_command_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from aiohttp import web
+
+    async def second_call_refused(call: Call) -> web.Response:
+        if any(message["role"] == "tool" for message in call.body["messages"]):
+            return web.json_response({"error": {"message": "too long"}}, status=400)
+        return await solve(call)
+
+    assert run_command(script=second_call_refused) == 1
+    rows = [json.loads(line) for line in (here / "job" / "rollouts.jsonl").read_text().splitlines()]
+    assert {(each["reward"], each["error"], each["attempts"], each["failed_call"]) for each in rows} == {
+        (None, "refused", 1, 2)
+    }
+    error = capsys.readouterr().err
+    assert "4 failed (masked)" in error
+    assert "failed attempts: refused 4x" in error
+
+
+def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def planned(*arguments: str) -> dict[str, str]:
+        assert ended(["rollouts", "run", "job.yaml", "--dry-run", *arguments]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        return {line[:12].strip(): line[13:] for line in lines}
+
+    plan = planned("--set", "samples=8", "--job-id", "mine")
+    assert plan["out"] == "job: a new job"
+    assert plan["rollouts"] == "16: 2 tasks made up with seed 0 x 8 samples"
+    assert plan["ids"] == "mine.register-0-0.0, mine.register-0-0.1, mine.register-0-0.2, ..."
+    assert plan["endpoint"] == "http://127.0.0.1:8000, no token, Ray at auto"
+    assert plan["environment"] == "register"
+    assert plan["harness"] == "tool-loop max_tokens=64"
+    assert plan["limits"].startswith("concurrency 8, max_attempts 3, rollout_timeout_s 600, close_timeout_s 10")
+    assert "XXXXXXXX: a random part" in planned()["ids"]
+    assert not (here / "job").exists()
+
+    (here / "job").mkdir()
+    (here / "job" / "job.json").write_text(json.dumps({"job_id": "job-1"}))
+    assert planned()["out"].startswith("job: REFUSED, it holds another job: environment.name: nothing -> ")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_to_go_on(
+    here: Path, number: signal.Signals
+) -> None:
+    script = """
+        import sys
+        from gym_capture import cli
+        from gym_capture.commands import rollouts
+        from tests.commands.test_rollouts import nothing_to_clear
+
+        rollouts._clearing = lambda *_: nothing_to_clear
+        cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
+    """
+
+    async def run() -> tuple[int | None, str]:
+        reached = asyncio.Event()
+
+        async def third_hangs(call: Call) -> Any:
+            if len({each.rollout_id for each in server.calls}) == 3:
+                reached.set()
+                await asyncio.Event().wait()
+            return await solve(call)
+
+        async with serving(third_hangs) as server:
+            job = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", textwrap.dedent(script), server.url),
+                stderr=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+            await reached.wait()
+            job.send_signal(number)
+            _, said = await job.communicate()
+            return job.returncode, said.decode()
+
+    code, said = asyncio.run(run())
+    assert code == (130 if number == signal.SIGINT else 143)
+    *_, last = said.splitlines()
+    assert last == "interrupted: 2 of 4 rollouts are over and kept in job; the same command goes on with the others"
+    assert "Traceback" not in said
+    assert (here / "job" / "rollouts.jsonl").read_bytes().count(b"\n") == 2

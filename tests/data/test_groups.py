@@ -57,6 +57,15 @@ def test_BD_16_rollouts_that_crashed_or_left_nothing_are_reported() -> None:
     assert [rows[name]["advantage"] for name in ("r1", "r2", "r3", "r4")] == [0.5, -0.5, 0.0, 0.0]
 
 
+def test_a_rollout_that_failed_without_a_reward_is_masked_for_its_failure_alone_and_out_of_the_baseline() -> None:
+    _, table = built([request("r1"), request("r2", 0.0), request("r5", None, failure="refused"), request("r6", None)])
+    rows = {row["rollout_id"]: row for row in table.to_pylist()}
+    assert (rows["r5"]["masked"], rows["r5"]["reward"]) == (True, None)
+    assert rows["r5"]["mask_reasons"] == ["incomplete:refused"]
+    assert rows["r6"]["mask_reasons"] == ["missing_reward"]
+    assert [rows[name]["advantage"] for name in ("r1", "r2", "r5", "r6")] == [0.5, -0.5, 0.0, 0.0]
+
+
 def test_what_is_not_delivered_is_counted_by_reason() -> None:
     summaries, table = built([request("r1"), request("r2")])
     assert report(["r1", "r2"], summaries).excluded_tokens == {}

@@ -47,7 +47,11 @@ async def serving(script: Script) -> AsyncIterator[Server]:
         server.calls.append(call)
         return await script(call)
 
+    async def stats(request: web.Request) -> web.StreamResponse:
+        return web.json_response({"capture": True})
+
     app = web.Application()
+    app.router.add_get("/stats", stats)
     app.router.add_post("/ng-rollout/{rollout_id}/v1/chat/completions", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

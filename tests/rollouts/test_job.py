@@ -36,6 +36,9 @@ class Scripted:
         self.played[endpoint.base_url] += 1
         return await self._play(endpoint.base_url, environment)
 
+    async def close(self) -> None:
+        """Nothing is held."""
+
 
 async def well(rollout_id: str, environment: Environment) -> Outcome:
     return Completed("0", n_calls=3)
@@ -53,6 +56,7 @@ def make(
     samples: int = 2,
     clear: Callable[[str], Awaitable[None]] = nothing_to_clear,
     environment: Callable[[], Environment] = Register,
+    settings: Mapping[str, Any] = {},
     **options: Any,
 ) -> RolloutJob:
     return RolloutJob(
@@ -62,6 +66,7 @@ def make(
         make_environment=environment,
         endpoint=Endpoint,
         clear=clear,
+        settings=settings,
         directory=directory,
     )
 
@@ -80,6 +85,7 @@ def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: Path) -
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id), f"token-{rollout_id}"),
                 clear=nothing_to_clear,
+                settings={},
                 directory=tmp_path,
             )
             summary = await job.run()
@@ -166,7 +172,7 @@ def test_whatever_goes_wrong_is_a_failure_row_and_the_job_goes_on(
     summary = asyncio.run(make(tmp_path, harness, max_attempts=2, rollout_timeout_s=0.05).run())
     assert (summary.finished, summary.failed) == (5, 1)
     row = next(row for row in summary.rows if row.rollout_id == bad)
-    assert (row.status, row.reward, row.attempts, row.error) == ("failed", 0.0, 2, reason)
+    assert (row.status, row.reward, row.attempts, row.error) == ("failed", None, 2, reason)
     assert row.detail is not None
     assert row.detail.startswith(detail)
     sidecar = lines(tmp_path / "failures.jsonl")
@@ -212,7 +218,12 @@ async def uses_a_tool(rollout_id: str, environment: Environment) -> Outcome:
 
 @pytest.mark.parametrize(
     ("method", "reason"),
-    [("reset", "exception"), ("call_tool", "exception"), ("score", "exception"), ("nan", "bad_reward")],
+    [
+        ("reset", "environment_start"),
+        ("call_tool", "exception"),
+        ("score", "environment_score"),
+        ("nan", "bad_reward"),
+    ],
 )
 def test_an_environment_that_breaks_fails_its_rollout_and_is_closed(tmp_path: Path, method: str, reason: str) -> None:
     Breaking.closed = 0
@@ -269,6 +280,7 @@ def test_a_job_without_its_token_ends_at_once_and_with_it_plays_as_if_for_the_fi
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id), token),
                 clear=nothing_to_clear,
+                settings={},
                 directory=tmp_path,
             )
             try:
@@ -312,7 +324,7 @@ def test_a_rollout_whose_stale_records_cannot_be_cleared_is_not_played(tmp_path:
     harness = Scripted(well)
     summary = asyncio.run(make(tmp_path, harness, clear=clear, max_attempts=2).run())
     assert harness.played == Counter()
-    assert {(row.error, row.attempts) for row in summary.rows} == {("exception", 2)}
+    assert {(row.error, row.attempts) for row in summary.rows} == {("not_cleared", 2)}
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -391,7 +403,7 @@ def test_however_often_it_is_stopped_there_is_one_row_for_each_rollout(
     expected = {f"job.{task.task_id}.{sample}" for task in TASKS for sample in range(2)}
     assert Counter(row["rollout_id"] for row in lines(directory / "rollouts.jsonl")) == Counter(expected)
     assert {row.rollout_id for row in summary.rows} == expected
-    assert all(math.isfinite(row.reward) for row in summary.rows)
+    assert all((row.reward is None) == (row.status == "failed") for row in summary.rows)
 
 
 # --- what cannot work is said before anything is played ---------------------------------------------------------------
@@ -414,7 +426,7 @@ def test_ids_that_cannot_work_are_refused(tmp_path: Path, tasks: list[Task], mes
 
 def test_other_tasks_in_the_same_directory_are_refused(tmp_path: Path) -> None:
     asyncio.run(make(tmp_path, Scripted(well)).run())
-    with pytest.raises(ConfigError, match="other tasks"):
+    with pytest.raises(ConfigError, match="holds another job: tasks: others"):
         asyncio.run(make(tmp_path, Scripted(well), tasks=Register.tasks(3, seed=1)).run())
 
 
@@ -437,6 +449,7 @@ def test_a_refused_call_over_http_ends_the_rollout_with_its_reason(tmp_path: Pat
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id)),
                 clear=nothing_to_clear,
+                settings={},
                 directory=tmp_path,
             )
             return await job.run()

@@ -103,7 +103,7 @@ def test_forgotten_rows_leave_the_file_and_the_others_stay(tmp_path: Path) -> No
 def test_another_job_is_refused_and_the_difference_named(tmp_path: Path) -> None:
     with Ledger(tmp_path, JOB):
         pass
-    with pytest.raises(ConfigError, match="other samples"):
+    with pytest.raises(ConfigError, match="samples: 2 -> 3"):
         Ledger(tmp_path, {**JOB, "samples": 3})
     with Ledger(tmp_path, JOB):
         pass

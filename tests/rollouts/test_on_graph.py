@@ -9,10 +9,10 @@ import pytest
 
 from gym_capture.auth import Keyring
 from gym_capture.rollouts.environment import Register
-from gym_capture.rollouts.harness import ToolLoopOptions
+from gym_capture.rollouts.harness import tool_loop
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.ledger import RolloutRow
-from gym_capture.rollouts.tool_agent import run_tool_agent
+from gym_capture.rollouts.on_graph import play_on_graph
 from tests.rollouts.scripted_server import serving, solve
 
 KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
@@ -27,12 +27,13 @@ def test_each_rollout_calls_with_its_own_token(tmp_path: Path, keyring: Keyring 
     async def run() -> None:
         rows: list[RolloutRow] = []
         async with serving(solve) as server:
-            summary = await run_tool_agent(
+            summary = await play_on_graph(
                 url=server.url,
                 tasks=Register.tasks(2),
                 make_environment=Register,
-                job=JobOptions(job_id="job", samples=2),
-                loop=ToolLoopOptions(model="policy"),
+                options=JobOptions(job_id="job", samples=2),
+                harness=tool_loop(model="policy"),
+                settings={},
                 clear=nothing_to_clear,
                 directory=tmp_path,
                 on_row=rows.append,

@@ -1,0 +1,218 @@
+"""What a rollout job costs beside the agent and the model, and what it holds, against a scripted server.
+
+Claims: a job takes at most 5 ms of processor time for a model call, all but what the same agents take without a job -
+and that with its rows synced to the disk; and 1,000 rollouts at a time run in one process whose memory does not grow
+with how many have run. Prints one JSON object a line; exits non-zero if a claim does not hold.
+
+    python -m benchmarks.jobs [--rollouts 400] [--many 5000]
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Final
+
+import psutil
+from aiohttp import web
+
+from gym_capture.rollouts.environment import Environment, Observation, Register, Task
+from gym_capture.rollouts.harness import Completed, Endpoint, Outcome, ToolLoop, tool_loop
+from gym_capture.rollouts.job import JobOptions, RolloutJob
+from gym_capture.rollouts.ledger import RolloutRow
+
+MAX_OVERHEAD_MS: Final = 5.0
+MAX_MEMORY_GROWTH: Final = 1.1
+AT_A_TIME: Final = 1_000
+CALLS: Final = 3
+ROUNDS: Final = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rollouts", type=int, default=400, help="of a round of the first claim")
+    parser.add_argument("--many", type=int, default=5 * AT_A_TIME, help="rollouts of the second claim")
+    asked = parser.parse_args()
+    ours, theirs = get_context("spawn").Pipe()
+    server = get_context("spawn").Process(target=_serve, args=(theirs,), daemon=True)
+    server.start()
+    url = ours.recv()
+    try:
+        held = [asyncio.run(_overhead(url, asked.rollouts)), asyncio.run(_many(asked.many))]
+    finally:
+        server.terminate()
+        server.join()
+    return 0 if all(held) else 1
+
+
+# --- claims ----------------------------------------------------------------------------------------------------------
+
+
+async def _overhead(url: str, rollouts: int) -> bool:
+    """In turns, so that whatever else the machine does falls on both."""
+    harness = tool_loop()
+    with_job, without = [], []
+    try:
+        for _ in range(ROUNDS):
+            without.append(await _cpu_s(lambda: _bare(harness, url, rollouts)))
+            with_job.append(await _cpu_s(lambda: _job(harness, url, rollouts)))
+    finally:
+        await harness.close()
+    calls = rollouts * CALLS
+    overhead_ms = 1e3 * (min(with_job) - min(without)) / calls
+    _report(
+        "jobs.overhead",
+        rollouts=rollouts,
+        calls=calls,
+        ms_per_call=round(1e3 * min(with_job) / calls, 2),
+        ms_per_call_without=round(1e3 * min(without) / calls, 2),
+        overhead_ms=round(overhead_ms, 2),
+        target=MAX_OVERHEAD_MS,
+        ok=overhead_ms <= MAX_OVERHEAD_MS,
+    )
+    return overhead_ms <= MAX_OVERHEAD_MS
+
+
+async def _many(rollouts: int) -> bool:
+    """Agents that hold a slot and wait, as they do for a model: a thousand at a time, several times over."""
+    process = psutil.Process()
+    running = most = over = 0
+    first_mb = 0.0
+
+    class Waiting:
+        async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
+            nonlocal running, most
+            running += 1
+            most = max(most, running)
+            for _ in range(CALLS):
+                await asyncio.sleep(0.2)
+                await environment.call_tool("add", {"number": 1})
+            running -= 1
+            return Completed("1", n_calls=CALLS)
+
+        async def close(self) -> None:
+            """Nothing is held."""
+
+    def on_row(row: RolloutRow) -> None:
+        nonlocal over, first_mb
+        over += 1
+        if over == AT_A_TIME:
+            first_mb = process.memory_info().rss / 2**20
+
+    with tempfile.TemporaryDirectory(prefix="gym-capture-jobs-") as folder:
+        job = _made(Waiting(), Path(folder), "http://unused", tasks=rollouts // 4, concurrency=AT_A_TIME)
+        began = time.process_time()
+        summary = await job.run(on_row=on_row)
+        cpu_ms = 1e3 * (time.process_time() - began) / rollouts
+        last_mb = process.memory_info().rss / 2**20
+    ok = summary.finished == rollouts and most == AT_A_TIME and last_mb <= MAX_MEMORY_GROWTH * first_mb
+    _report(
+        "jobs.many",
+        rollouts=rollouts,
+        at_a_time=most,
+        cpu_ms_per_rollout=round(cpu_ms, 2),
+        mb_after_1000=round(first_mb),
+        mb_in_the_end=round(last_mb),
+        growth=round(last_mb / first_mb, 3),
+        target=MAX_MEMORY_GROWTH,
+        ok=ok,
+    )
+    return ok
+
+
+# --- the two ways to run agents --------------------------------------------------------------------------------------
+
+
+async def _bare(harness: ToolLoop, url: str, rollouts: int) -> None:
+    """The same agents and environments, as a loop without a job would run them."""
+    tasks = iter([(task, sample) for task in Register.tasks(rollouts // 4) for sample in range(4)])
+
+    async def worker() -> None:
+        for task, sample in tasks:
+            environment = Register()
+            observation = await environment.reset(task)
+            endpoint = Endpoint(f"{url}/ng-rollout/bare.{task.task_id}.{sample}/v1")
+            outcome = await harness.run(endpoint=endpoint, observation=observation, environment=environment)
+            if not isinstance(outcome, Completed):
+                raise RuntimeError(outcome.detail)
+            await environment.score(outcome.answer)
+
+    await asyncio.gather(*(worker() for _ in range(32)))
+
+
+async def _job(harness: ToolLoop, url: str, rollouts: int) -> None:
+    with tempfile.TemporaryDirectory(prefix="gym-capture-jobs-") as folder:
+        summary = await _made(harness, Path(folder), url, tasks=rollouts // 4, concurrency=32).run()
+    if summary.failed:
+        raise RuntimeError(f"{summary.failed} rollouts failed: {summary.failures}")
+
+
+def _made(harness: Any, folder: Path, url: str, *, tasks: int, concurrency: int) -> RolloutJob:
+    async def clear(rollout_id: str) -> None:
+        return
+
+    made: list[Task] = Register.tasks(tasks)
+    return RolloutJob(
+        tasks=made,
+        options=JobOptions(job_id="bench", samples=4, concurrency=concurrency, max_attempts=1),
+        harness=harness,
+        make_environment=Register,
+        endpoint=lambda rollout_id: Endpoint(f"{url}/ng-rollout/{rollout_id}/v1"),
+        clear=clear,
+        settings={},
+        directory=folder,
+    )
+
+
+async def _cpu_s(work: Callable[[], Awaitable[None]]) -> float:
+    began = time.process_time()
+    await work()
+    return time.process_time() - began
+
+
+# --- the server, in a process of its own -----------------------------------------------------------------------------
+
+
+def _serve(connection: Connection) -> None:
+    asyncio.run(_serving(connection))
+
+
+async def _serving(connection: Connection) -> None:
+    async def handle(request: web.Request) -> web.Response:
+        body = await request.json()
+        done = sum(message["role"] == "tool" for message in body["messages"])
+        message: dict[str, Any] = {"role": "assistant", "content": "It holds 1."}
+        if done < CALLS - 1:
+            function = {"name": "add", "arguments": '{"number": 1}'}
+            message = {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": f"call_{done}", "type": "function", "function": function}],
+            }
+        choice = {"index": 0, "message": message, "finish_reason": "stop"}
+        reply = {"id": "c", "object": "chat.completion", "created": 1, "model": "policy", "choices": [choice]}
+        return web.json_response(reply)
+
+    app = web.Application()
+    app.router.add_post("/ng-rollout/{rollout_id}/v1/chat/completions", handle)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    connection.send(f"http://127.0.0.1:{runner.addresses[0][1]}")
+    await asyncio.Event().wait()
+
+
+def _report(benchmark: str, **figures: object) -> None:
+    print(json.dumps({"benchmark": benchmark, **figures}), flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+"""One attempt at a rollout: whatever happens in it becomes a value, in the time that it was given.
+
+Invariant: `play` raises nothing but the cancellation of the job, and returns within `rollout_timeout_s` and two times
+`close_timeout_s` - one for an agent that does not end when it is cancelled, one for an environment that does not close.
+What was scored counts: a tear-down that fails afterwards is a note. An environment that was made is closed, however the
+attempt ended.
+
+Flow: clear what an earlier attempt left -> make and reset the environment -> the harness plays -> score -> close.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from gym_capture.errors import GymCaptureError, described
+from gym_capture.reasons import AttemptFailure
+from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
+from gym_capture.rollouts.harness import Endpoint, Failed, Harness
+from gym_capture.rollouts.patience import Late, Patience, Raised, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scored:
+    """An attempt that came to its end."""
+
+    answer: str
+    n_calls: int
+    reward: float
+    components: Mapping[str, float]
+
+
+class Outcome(NamedTuple):
+    """What became of an attempt."""
+
+    result: Scored | Failed
+    note: str | None
+    """What went wrong afterwards, in the tear-down."""
+
+
+class _Stage:
+    """How far an attempt has come."""
+
+    def __init__(self) -> None:
+        self.blamed = AttemptFailure.NOT_CLEARED
+        """The reason of what is raised now."""
+        self.environment: Environment | None = None
+        """To be closed."""
+        self.note: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempts:
+    """What all attempts of a job have in common."""
+
+    harness: Harness
+    make_environment: EnvironmentFactory
+    endpoint: Callable[[str], Endpoint]
+    clear: Callable[[str], Awaitable[None]]
+    patience: Patience
+    rollout_timeout_s: float
+    close_timeout_s: float
+
+    async def play(self, rollout_id: str, task: Task) -> Outcome:
+        stage = _Stage()
+        try:
+            ended = await self.patience.wait(
+                lambda: self._play(rollout_id, task, stage), limit_s=self.rollout_timeout_s
+            )
+        finally:
+            await self._close(stage)
+        match ended:
+            case Value(result):
+                return Outcome(result, stage.note)
+            case Raised(error):
+                retryable = error.retryable if isinstance(error, GymCaptureError) else True
+                return Outcome(Failed(stage.blamed, described(error), retryable=retryable), stage.note)
+            case Late(still_runs):
+                detail = f"not over after {self.rollout_timeout_s:g} s"
+                if still_runs:
+                    # Another attempt would have the same rollout id, and could not be told from what goes on here.
+                    detail += "; the agent goes on although it was cancelled, so that there is no other attempt"
+                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail, retryable=not still_runs), stage.note)
+
+    async def _play(self, rollout_id: str, task: Task, stage: _Stage) -> Scored | Failed:
+        await self.clear(rollout_id)
+        stage.blamed = AttemptFailure.ENVIRONMENT_START
+        environment = stage.environment = self.make_environment()
+        observation = await environment.reset(task)
+        endpoint = self.endpoint(rollout_id)
+        stage.blamed = AttemptFailure.EXCEPTION
+        outcome = await self.harness.run(endpoint=endpoint, observation=observation, environment=environment)
+        if isinstance(outcome, Failed):
+            return outcome
+        answer, n_calls = outcome.answer, outcome.n_calls
+        stage.blamed = AttemptFailure.ENVIRONMENT_SCORE
+        score = await environment.score(answer)
+        # Plain numbers, which JSON has: what computes rewards may well give those of numpy.
+        components = {str(name): float(value) for name, value in score.components.items()}
+        reward = float(score.reward)
+        if not math.isfinite(reward):
+            return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {reward}", n_calls)
+        return Scored(answer=answer, n_calls=n_calls, reward=reward, components=components)
+
+    async def _close(self, stage: _Stage) -> None:
+        environment = stage.environment
+        if environment is None:
+            return
+        match await self.patience.wait(environment.close, limit_s=self.close_timeout_s):
+            case Raised(error):
+                stage.note = f"closing the environment failed: {described(error)}"
+            case Late():
+                stage.note = f"the environment was not closed after {self.close_timeout_s:g} s"

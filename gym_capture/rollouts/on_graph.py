@@ -1,0 +1,58 @@
+"""A rollout job on a served graph: what `gym-capture rollouts run` and the demo play.
+
+Invariant: each rollout's calls carry its id in their base URL, so the graph records them under it, and its own token if
+the graph has a secret. The harness is closed once, however the job ended, in the time that a tear-down has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from gym_capture.auth import Keyring
+from gym_capture.rollouts.environment import EnvironmentFactory, Task
+from gym_capture.rollouts.harness import Endpoint, Harness
+from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
+from gym_capture.rollouts.ledger import RolloutRow
+from gym_capture.rollouts.patience import Patience
+from gym_capture.rollouts.progress import JobProgress
+
+
+async def play_on_graph(
+    *,
+    url: str,
+    tasks: Sequence[Task],
+    make_environment: EnvironmentFactory,
+    harness: Harness,
+    options: JobOptions,
+    settings: Mapping[str, Any],
+    clear: Callable[[str], Awaitable[None]],
+    directory: Path,
+    on_row: Callable[[RolloutRow], None] = lambda row: None,
+    progress: JobProgress | None = None,
+    keyring: Keyring | None = None,
+) -> JobSummary:
+    """Plays the job against the graph at `url` (scheme, host and port), with its keyring if it has a secret."""
+    root = url.rstrip("/")
+
+    def endpoint(rollout_id: str) -> Endpoint:
+        base_url = f"{root}/ng-rollout/{rollout_id}/v1"
+        return Endpoint(base_url) if keyring is None else Endpoint(base_url, keyring.rollout_token(rollout_id))
+
+    job = RolloutJob(
+        tasks=tasks,
+        options=options,
+        harness=harness,
+        make_environment=make_environment,
+        endpoint=endpoint,
+        clear=clear,
+        settings=settings,
+        directory=directory,
+    )
+    try:
+        return await job.run(on_row=on_row, progress=progress)
+    finally:
+        # The rollouts are over: how this ends changes nothing of them.
+        limit_s = options.close_timeout_s
+        await Patience(grace_s=limit_s).wait(harness.close, limit_s=limit_s)
