@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.errors import AuthenticationError, ConfigError
-from gym_capture.records import check_rollout_id
+from gym_capture.rollout_ids import check_rollout_id
 
 MIN_SECRET_BYTES: Final = 16
 

@@ -17,7 +17,8 @@ from dataclasses import dataclass, field, fields
 from typing import ClassVar, Final, TypeAlias, get_args
 
 from gym_capture.errors import RecordError
-from gym_capture.records import CallIntent, CallRecord, check_rollout_id
+from gym_capture.records import CallIntent, CallRecord
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.suffixes import StoredRecord
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final, TypeAlias, TypeVar
@@ -23,8 +22,9 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from gym_capture.errors import InvalidRolloutIdError, RecordError
+from gym_capture.errors import RecordError
 from gym_capture.reasons import ExcludedReason
+from gym_capture.rollout_ids import check_rollout_id
 
 IdArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
@@ -38,9 +38,6 @@ CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED,
 """Finish reasons of generations that someone other than the policy ended: what they would have been is not known."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
 """What APIs call the limit of a generation among the sampling parameters."""
-ROLLOUT_ID_PATTERN: Final = "[A-Za-z0-9_.-]{1,128}"
-"""All of a rollout id; beside it, `.` and `..` are none (`check_rollout_id`)."""
-_ROLLOUT_ID: Final = re.compile(ROLLOUT_ID_PATTERN)
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
 _INT32: Final = np.dtype(np.int32)
 _FLOAT32: Final = np.dtype(np.float32)
@@ -408,16 +405,6 @@ class Snapshot:
 
 
 # --- small things that everything shares -----------------------------------------------------------------------
-
-
-def check_rollout_id(rollout_id: str) -> str:
-    """Returns the id, or raises `InvalidRolloutIdError`: ids become file names, log fields and metric labels."""
-    if _ROLLOUT_ID.fullmatch(rollout_id) is None or rollout_id in (".", ".."):
-        shown = rollout_id if len(rollout_id) <= 64 else rollout_id[:61] + "..."
-        raise InvalidRolloutIdError(
-            f"invalid rollout id {shown!r}: use 1 to 128 of A-Z a-z 0-9 _ . - (and not '.' or '..')"
-        )
-    return rollout_id
 
 
 def delivered_by(said: Iterable[bool | None]) -> bool | None:

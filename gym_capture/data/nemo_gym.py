@@ -43,10 +43,10 @@ from gym_capture.records import (
     TokenEntry,
     Unresolved,
     WeightSpan,
-    check_rollout_id,
     id_bytes,
 )
 from gym_capture.regular_files import read_regular
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.suffixes import StoredRecord, complete, prompt_part
 
 __all__ = [

@@ -22,8 +22,8 @@ import pyarrow as pa
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.record_rows import row_json
-from gym_capture.records import check_rollout_id
 from gym_capture.regular_files import open_regular
+from gym_capture.rollout_ids import check_rollout_id
 
 ROLLOUTS_PER_PART: Final = 64
 """How many a part has, if nobody says otherwise: it is one file and one task of a worker."""

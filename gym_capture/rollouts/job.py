@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from gym_capture.errors import ConfigError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
-from gym_capture.records import check_rollout_id
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollouts.attempt import Attempts, Outcome, Scored
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness

@@ -34,8 +34,8 @@ from gym_capture.records import (
     CallIntent,
     Root,
     Snapshot,
-    check_rollout_id,
 )
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.serving.call import CallInFlight, Prompt
 from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
 from gym_capture.serving.stats import ShardStats

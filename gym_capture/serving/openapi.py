@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from gym_capture.dialects.base import Route
-from gym_capture.records import ROLLOUT_ID_PATTERN
+from gym_capture.rollout_ids import ROLLOUT_ID_PATTERN
 
 _FAILURES: Final = {
     "400": "The request is at fault: the message names the field.",

@@ -14,7 +14,7 @@ from typing import Final
 from ray.serve._private.request_router.common import PendingRequest
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
 
-from gym_capture.records import ROLLOUT_ID_PATTERN
+from gym_capture.rollout_ids import ROLLOUT_ID_PATTERN
 
 _ROLLOUT: Final = re.compile(f"/ng-rollout/({ROLLOUT_ID_PATTERN})/".encode())
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from gym_capture.codec import encode_intent, encode_suffix, payload_digest
 from gym_capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
-from gym_capture.records import check_rollout_id
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 
 

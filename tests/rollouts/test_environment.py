@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gym_capture.records import check_rollout_id
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollouts.environment import Register, Score, Task
 
 TASK = Task("t", {"start": 4, "steps": [["add", 7], ["multiply", 3]]})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reasoning_gym.factory import create_dataset
 
 from gym_capture.errors import ConfigError
-from gym_capture.records import check_rollout_id
+from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollouts.catalog import environment_factory, task_maker
 from gym_capture.rollouts.environment import Score, Task
 from gym_capture.rollouts.environments.reasoning_gym import ReasoningGym, extracted
