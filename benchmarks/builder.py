@@ -22,8 +22,8 @@ from functools import partial
 
 import numpy as np
 
-from gym_capture.builder import build
-from gym_capture.records import (
+from gym_capture.build.builder import build
+from gym_capture.capture.records import (
     CallReply,
     CallRequest,
     Continues,
@@ -36,7 +36,7 @@ from gym_capture.records import (
     new_digest,
     suffix_of,
 )
-from gym_capture.suffixes import StoredRecord, complete, prompt_part
+from gym_capture.capture.suffixes import StoredRecord, complete, prompt_part
 
 ROOT_IDS, NEW_PROMPT_IDS, GENERATED_IDS = 2_000, 300, 200
 MAX_WHOLE_PROMPTS_MS = 4.0

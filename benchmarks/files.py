@@ -31,7 +31,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from gym_capture.builder import BuildOptions, build
+from gym_capture.build.builder import BuildOptions, build
 from gym_capture.data.collector import collector_paused
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.schema import rows, to_table

@@ -21,12 +21,21 @@ from typing import Any
 
 import numpy as np
 
+from gym_capture.capture.protocols import Resolved
+from gym_capture.capture.records import (
+    CallReply,
+    CallRequest,
+    Continues,
+    EntrySuffix,
+    PolicyTrace,
+    Root,
+    TokenEntry,
+    TurnKeys,
+)
+from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
-from gym_capture.fingerprint import Fingerprinter
-from gym_capture.lineage import LineageIndex
-from gym_capture.protocols import Resolved
-from gym_capture.records import CallReply, CallRequest, Continues, EntrySuffix, PolicyTrace, Root, TokenEntry, TurnKeys
-from gym_capture.suffixes import StoredRecord
+from gym_capture.lineage.fingerprint import Fingerprinter
+from gym_capture.lineage.index import LineageIndex
 
 ROOT_IDS, NEW_PROMPT_IDS, GENERATED_IDS = 2_000, 300, 200
 MAX_RESOLVE_MS, MAX_BYTES_PER_ID, BYTES_PER_CALL = 0.25, 6.0, 1_000

@@ -35,10 +35,9 @@ import psutil
 import ray
 
 from benchmarks.store import FileStore, put_all
-from gym_capture.demo.graph import private_ray
-from gym_capture.operations import Begin, Commit
-from gym_capture.protocols import Resolved
-from gym_capture.records import (
+from gym_capture.capture.operations import Begin, Commit
+from gym_capture.capture.protocols import Resolved
+from gym_capture.capture.records import (
     CallIntent,
     CallReply,
     CallRequest,
@@ -51,6 +50,7 @@ from gym_capture.records import (
     TokenEntry,
     TurnKeys,
 )
+from gym_capture.demo.graph import private_ray
 from gym_capture.serving.state import StateClient, connect, start_shards
 
 SHARDS = 2

@@ -27,9 +27,9 @@ from statistics import median
 
 import numpy as np
 
-from gym_capture.codec import decode_entry, encode_entry, encode_suffix
-from gym_capture.operations import Begin, Commit
-from gym_capture.records import (
+from gym_capture.capture.codec import decode_entry, encode_entry, encode_suffix
+from gym_capture.capture.operations import Begin, Commit
+from gym_capture.capture.records import (
     CallIntent,
     CallReply,
     CallRequest,

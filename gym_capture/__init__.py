@@ -1,1 +1,1 @@
-"""Exact token capture for distributed agent rollouts. Start reading at `gym_capture.records`."""
+"""Exact token capture for distributed agent rollouts. Start reading at `gym_capture.capture.records`."""

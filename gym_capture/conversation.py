@@ -17,8 +17,14 @@ fingerprints of a growing history cheap.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
+
+MAX_JSON_DEPTH: Final = 100
+"""Arguments that nest deeper are no JSON to a template, and schemas that do are refused. Templates write JSON with
+macros that call themselves, several frames for a level: this much they can write and have frames to spare."""
+_STRING_OR_BRACKET: Final = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"?|[\[\]{}]', re.DOTALL)
 
 
 class Message(NamedTuple):
@@ -119,3 +125,18 @@ def merge_assistant_turns(items: Iterable[Item]) -> tuple[Item, ...]:
         else:
             merged.append(item)
     return tuple(merged)
+
+
+def nests_too_deep(json_text: str) -> bool:
+    """Whether arrays and objects nest deeper than `MAX_JSON_DEPTH`. Read off the text, and so wherever it is asked."""
+    if json_text.count("[") + json_text.count("{") <= MAX_JSON_DEPTH:
+        return False
+    depth = 0
+    for match in _STRING_OR_BRACKET.finditer(json_text):
+        if match[0] in "[{":
+            depth += 1
+            if depth > MAX_JSON_DEPTH:
+                return True
+        elif match[0] in "]}":
+            depth -= 1
+    return False

@@ -20,7 +20,7 @@ is built (`data.groups`).
     │       └── StoreOverloadedError   ...because too many records wait to become durable
     ├── RequestError               the client's fault
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
-    │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.template`)
+    │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.splice.template`)
     │   ├── ContextLengthError     the prompt does not fit the model's context
     │   ├── RequestTooLargeError   more bytes than the server takes
     │   ├── RequestTimeoutError    the body did not arrive in time

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from gym_capture.builder import BuildOptions, BuiltRollout, Trajectory
-from gym_capture.record_fields import parts
-from gym_capture.records import Parent, Snapshot, TokenEntry
-from gym_capture.suffixes import StoredRecord, complete
+from gym_capture.build.builder import BuildOptions, BuiltRollout, Trajectory
+from gym_capture.capture.record_fields import parts
+from gym_capture.capture.records import Parent, Snapshot, TokenEntry
+from gym_capture.capture.suffixes import StoredRecord, complete
 
 ALL_CHAINS = BuildOptions(delivery="all_chains")
 PER_REQUEST = BuildOptions(strategy="per_request", delivery="all_chains")

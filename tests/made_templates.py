@@ -9,10 +9,10 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
+from gym_capture.capture.records import IdArray
 from gym_capture.commands.audit_template import on_made_tokenizer, shipped_templates
 from gym_capture.conversation import AssistantTurn, Item, Message, Tool, ToolCall, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.records import IdArray
 
 TEMPLATES = shipped_templates()
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from hypothesis import strategies as st
 
-from gym_capture.records import (
+from gym_capture.capture.records import (
     Continues,
     EntrySuffix,
     Parent,
@@ -24,7 +24,7 @@ from gym_capture.records import (
     digest_ids,
     suffix_of,
 )
-from gym_capture.suffixes import StoredRecord, complete, prompt_part
+from gym_capture.capture.suffixes import StoredRecord, complete, prompt_part
 from tests.calls import entry_of
 
 ids = st.lists(st.integers(1, 3), min_size=1, max_size=3)

@@ -18,21 +18,28 @@ import gym_capture
 ROOT: Final = Path(gym_capture.__file__).parents[1]
 DISTRIBUTED: Final = ("gym_capture", "trainer_bridge")
 CORE: Final = "gym_capture"
-"""The modules directly in `gym_capture/`."""
+"""The modules directly in `gym_capture/`: words that all rooms share."""
 
 MAY_IMPORT: Final[Mapping[str, Set[str]]] = {
     CORE: set(),
+    "capture": {CORE},
+    "lineage": {CORE, "capture"},
+    "splice": {CORE, "capture"},
+    "build": {CORE, "capture"},
     "cluster": {CORE},
-    "dialects": {CORE},
-    "engines": {CORE},
-    "stores": {CORE},
-    "conformance": {CORE, "engines", "stores"},
+    "dialects": {CORE, "lineage"},
+    "engines": {CORE, "capture", "splice"},
+    "stores": {CORE, "capture"},
+    "conformance": {CORE, "capture", "engines"},
     "rollouts": {CORE},
-    "data": {CORE, "cluster", "stores"},
-    "serving": {CORE, "cluster", "dialects", "engines", "stores"},
-    "trainer_bridge": {CORE, "data"},
-    "demo": {CORE, "cluster", "data", "rollouts", "serving", "trainer_bridge"},
-    "commands": {CORE, "conformance", "data", "demo", "engines", "rollouts", "serving", "stores", "trainer_bridge"},
+    "data": {CORE, "capture", "lineage", "build", "cluster", "stores"},
+    "serving": {CORE, "capture", "lineage", "splice", "cluster", "dialects", "engines", "stores"},
+    "trainer_bridge": {CORE, "capture", "build", "data"},
+    "demo": {CORE, "capture", "cluster", "data", "rollouts", "serving", "trainer_bridge"},
+    "commands": {
+        *(CORE, "capture", "splice", "build", "conformance", "data", "demo", "engines", "rollouts", "serving"),
+        *("stores", "trainer_bridge"),
+    },
     # It finds the commands by their names, so that one command loads one module.
     "cli": {CORE},
 }

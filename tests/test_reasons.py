@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 import gym_capture
+from gym_capture.capture.records import RecordProblem
+from gym_capture.capture.rollout_state import ProblemFound, RolloutState
 from gym_capture.commands.explain import reasons_document
 from gym_capture.reasons import (
     KINDS,
@@ -26,8 +28,6 @@ from gym_capture.reasons import (
     reason_name,
     split_reason,
 )
-from gym_capture.records import RecordProblem
-from gym_capture.rollout_state import ProblemFound, RolloutState
 
 ROOT = Path(gym_capture.__file__).parent.parent
 DOCUMENT = ROOT / "docs" / "reasons.md"
@@ -45,13 +45,13 @@ OTHER_WORDS = {
     ("failed", "gym_capture/dialects/responses_stream.py"): "a response's status",
     ("incomplete", "gym_capture/dialects/responses_output.py"): "a response's status",
     ("masked", "trainer_bridge/finished.py"): "a column",
-    ("incomplete", "gym_capture/codec.py"): "a field of a snapshot",
+    ("incomplete", "gym_capture/capture/codec.py"): "a field of a snapshot",
     ("incomplete", "gym_capture/data/record_files.py"): "a column",
-    ("incomplete", "gym_capture/record_rows.py"): "a column",
+    ("incomplete", "gym_capture/capture/record_rows.py"): "a column",
     ("incomplete", "gym_capture/commands/records.py"): "a column",
     ("incomplete", "gym_capture/serving/metrics.py"): "a field of the counts",
     ("incomplete", "gym_capture/conformance/checks.py"): "a field of a snapshot",
-    ("refused", "gym_capture/audit.py"): "a verdict",
+    ("refused", "gym_capture/splice/audit.py"): "a verdict",
     ("refused", "gym_capture/commands/audit_template.py"): "a verdict",
     ("connection", "gym_capture/serving/gateway.py"): "a header",
     ("server_error", "gym_capture/dialects/chat.py"): "a code of the API",

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gym_capture.capture.records import IdArray
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool, ToolCall, ToolResult
-from gym_capture.records import IdArray
-from gym_capture.splice import NotSpliced, Spliced
-from gym_capture.template import Adapted
+from gym_capture.splice.splicer import NotSpliced, Spliced
+from gym_capture.splice.template import Adapted
 
 IDS = {
     "<|im_start|>": 1,

@@ -14,10 +14,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Final, TypeAlias
 
-from gym_capture.builder import BuildCounts
+from gym_capture.build.builder import BuildCounts
+from gym_capture.build.trajectories import Span, Trajectory
 from gym_capture.data.schema import read_tensor
 from gym_capture.errors import RecordError
-from gym_capture.trajectories import Span, Trajectory
 from trainer_bridge.stream import Batch, rows_by_rollout
 
 JsonObject: TypeAlias = dict[str, Any]

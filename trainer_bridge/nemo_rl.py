@@ -25,12 +25,12 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.build.trajectories import Trajectory
+from gym_capture.capture.record_rows import row_json
+from gym_capture.capture.records import IdArray
 from gym_capture.data.advantages import reward_problems
 from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
-from gym_capture.record_rows import row_json
-from gym_capture.records import IdArray
-from gym_capture.trajectories import Trajectory
 from trainer_bridge.finished import FinishedRollout, JsonObject, Turn
 
 _FILE: Final = "rollouts.jsonl"

@@ -21,9 +21,9 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
+from gym_capture.capture.records import IdArray, LogProbArray
 from gym_capture.data.schema import check_schema
 from gym_capture.errors import ConfigError, RecordError
-from gym_capture.records import IdArray, LogProbArray
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
 

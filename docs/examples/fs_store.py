@@ -33,11 +33,10 @@ from weakref import WeakValueDictionary
 
 import pyarrow.fs
 
-from gym_capture.codec import decode_intent, decode_or_problem, peek_entry, with_delivery
-from gym_capture.errors import RecordError, StoreUnavailableError
-from gym_capture.operations import Operation
-from gym_capture.records import RecordProblem, Snapshot
-from gym_capture.rollout_state import (
+from gym_capture.capture.codec import decode_intent, decode_or_problem, peek_entry, with_delivery
+from gym_capture.capture.operations import Operation
+from gym_capture.capture.records import RecordProblem, Snapshot
+from gym_capture.capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
@@ -47,8 +46,9 @@ from gym_capture.rollout_state import (
     ProblemFound,
     Retired,
 )
+from gym_capture.capture.suffixes import complete
+from gym_capture.errors import RecordError, StoreUnavailableError
 from gym_capture.stores.rollout_states import Prepared, RolloutStates, prepared
-from gym_capture.suffixes import complete
 
 _T = TypeVar("_T")
 

@@ -26,12 +26,12 @@ from rich.table import Table
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from gym_capture.audit import MESSAGES, SHAPES, audit, audit_messages
 from gym_capture.commands.loading import explained
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
 from gym_capture.models import smollm2_dir, tiny_dir
 from gym_capture.reasons import TemplateRule
+from gym_capture.splice.audit import MESSAGES, SHAPES, audit, audit_messages
 
 PACKAGED: Final = Path(__file__).parent.parent / "templates"
 
@@ -168,9 +168,9 @@ _INTRODUCTION: Final = """\
 # Which turns are continued from their exact ids
 
 When a conversation goes on, the next prompt is the earlier call's own ids, followed by what the chat template writes
-after that turn (`gym_capture/splice.py`). This table says for which turns of which templates that works. Read a cell
-as: *the model generated a turn of this shape, the client echoed it and added a message or tool results; what did the
-next prompt become?*
+after that turn (`gym_capture/splice/splicer.py`). This table says for which turns of which templates that works. Read a
+cell as: *the model generated a turn of this shape, the client echoed it and added a message or tool results; what did
+the next prompt become?*
 
 | | |
 |---|---|

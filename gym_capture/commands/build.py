@@ -12,10 +12,10 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
+from gym_capture.build.side_calls import SideCallRules
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.data.directory import build_directory
-from gym_capture.side_calls import SideCallRules
 
 
 def command(

@@ -72,7 +72,7 @@ def command(
     """
     import ray
 
-    from gym_capture.builder import BuildOptions
+    from gym_capture.build.builder import BuildOptions
     from gym_capture.data import job
     from gym_capture.data.sources import retire
 

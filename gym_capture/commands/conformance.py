@@ -26,10 +26,10 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.capture.protocols import LineageStore, RecordStore, TokenSource
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, run_check
 from gym_capture.conformance.lineage import LINEAGE_CHECKS, LINEAGE_DURABILITY_CHECKS, run_lineage_check
 from gym_capture.errors import ConfigError, described
-from gym_capture.protocols import LineageStore, RecordStore, TokenSource
 from gym_capture.stores.base import StoreFactory
 
 

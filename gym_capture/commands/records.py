@@ -25,9 +25,9 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.capture.records import Snapshot
 from gym_capture.errors import ConfigError, CorruptLogError, StoreUnavailableError
 from gym_capture.reasons import reason_name
-from gym_capture.records import Snapshot
 from gym_capture.stores import DEFAULT_DIRECTORY
 from gym_capture.stores.inspect import LogReport, read_snapshots, scan
 from gym_capture.stores.verify import Verification, verify

@@ -303,7 +303,7 @@ def summarized(summary: JobSummary, url: str) -> str:
 
 def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:
     """What makes the graph's state actors forget a rollout."""
-    from gym_capture.operations import Clear
+    from gym_capture.capture.operations import Clear
     from gym_capture.serving.state import connect
 
     join_cluster(ray_address, namespace=namespace)

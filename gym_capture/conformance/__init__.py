@@ -1,8 +1,8 @@
 """One suite that any store can be put through, whoever wrote it. (`lineage` has one for lineages, `engine`
 one for engines.)
 
-Invariant: a check is one sentence of the contract in `gym_capture.protocols`; its docstring is that sentence, its
-name says it in short. A check gets a store of its own that nothing was written to.
+Invariant: a check is one sentence of the contract in `gym_capture.capture.protocols`; its docstring is that sentence,
+its name says it in short. A check gets a store of its own that nothing was written to.
 
 Flow: `run_conformance(factory)` -> one `Result` per check -> a test asserts on them, a command prints them.
 """

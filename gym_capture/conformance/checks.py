@@ -9,6 +9,9 @@ from typing import Final
 
 import numpy as np
 
+from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Continues, LostCall, suffix_of
 from gym_capture.conformance.support import (
     Check,
     DurabilityCheck,
@@ -33,10 +36,7 @@ from gym_capture.errors import (
     StaleSnapshotError,
     StoreUnavailableError,
 )
-from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
-from gym_capture.record_fields import with_values
-from gym_capture.records import Continues, LostCall, suffix_of
 
 # --- reading back what was written -------------------------------------------------------------------------------
 

@@ -19,12 +19,12 @@ from uuid import uuid4
 import numpy as np
 
 from gym_capture.calls import ModelRequest, TurnBuilder
+from gym_capture.capture.records import IdArray
 from gym_capture.conformance import Result, contract_of, settled
 from gym_capture.conformance.support import expect, expect_equal
 from gym_capture.conversation import Conversation, Message
 from gym_capture.engines.base import Engine, Generation, GenerationChunk
 from gym_capture.errors import InvalidRequestError
-from gym_capture.records import IdArray
 
 EngineCheck: TypeAlias = Callable[[Engine], Awaitable[None]]
 

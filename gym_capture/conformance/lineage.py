@@ -15,6 +15,11 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
+from gym_capture.capture.operations import Clear, Commit, Drop
+from gym_capture.capture.protocols import LineageStore, Resolution, Resolved
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Continues, Root, TokenEntry, Unresolved, suffix_of
+from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.conformance import Result, contract_of, run_one
 from gym_capture.conformance.support import (
     Store,
@@ -26,12 +31,7 @@ from gym_capture.conformance.support import (
     sample_entry,
 )
 from gym_capture.errors import ConflictingCallError
-from gym_capture.operations import Clear, Commit, Drop
-from gym_capture.protocols import LineageStore, Resolution, Resolved
 from gym_capture.reasons import RequestRule, UnresolvedReason
-from gym_capture.record_fields import with_values
-from gym_capture.records import Continues, Root, TokenEntry, Unresolved, suffix_of
-from gym_capture.suffixes import StoredRecord
 
 
 class StoreWithLineage(Store, LineageStore, Protocol):

@@ -8,11 +8,10 @@ from typing import TypeAlias
 
 import numpy as np
 
-from gym_capture.codec import encode_entry
-from gym_capture.errors import GymCaptureError, RetiredRolloutError
-from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete
-from gym_capture.protocols import RecordStore
-from gym_capture.records import (
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete
+from gym_capture.capture.protocols import RecordStore
+from gym_capture.capture.records import (
     CallIntent,
     CallReply,
     CallRequest,
@@ -25,6 +24,7 @@ from gym_capture.records import (
     WeightSpan,
     digest_ids,
 )
+from gym_capture.errors import GymCaptureError, RetiredRolloutError
 
 Store: TypeAlias = RecordStore
 """What the suite tests."""

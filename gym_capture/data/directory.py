@@ -16,7 +16,8 @@ from typing import Final
 
 import pyarrow as pa
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.records import Snapshot
 from gym_capture.data.advantages import Scale
 from gym_capture.data.local_runner import LocalRunner
 from gym_capture.data.log_directories import holds_logs, logs_in_one_process
@@ -26,7 +27,6 @@ from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import ROLLOUTS_PER_PART, check_requests, each_alone, groups_of, split_into_parts
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
-from gym_capture.records import Snapshot
 
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
 _ALONE_PER_PART: Final = 1_000

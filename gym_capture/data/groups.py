@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gym_capture.builder import BuildOptions, BuiltRollout, build
+from gym_capture.build.builder import BuildOptions, BuiltRollout, build
+from gym_capture.capture.records import RecordProblem, Snapshot, digest_ids
 from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.collector import collector_paused
 from gym_capture.data.nemo_gym import shown_id
@@ -35,7 +36,6 @@ from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table, with_advantages
 from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
 from gym_capture.reasons import MaskReason, ProblemReason, join_reason
-from gym_capture.records import RecordProblem, Snapshot, digest_ids
 
 _SPOOL_BYTES: Final = 16 * 2**20
 _BATCH_BYTES: Final = 2**20

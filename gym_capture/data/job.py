@@ -22,7 +22,7 @@ from typing import Any
 import pyarrow as pa
 import ray.data
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
 from gym_capture.data.advantages import Scale
 from gym_capture.data.parts import Part, RowOptions, WorkerSource, Written, built_part, write_part
 from gym_capture.data.report import BuildReport

@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 
+from gym_capture.capture.operations import Clear, Drop, Operation
+from gym_capture.capture.records import Snapshot
+from gym_capture.capture.rollout_state import retired_error
 from gym_capture.data.log_directories import log_directories
-from gym_capture.operations import Clear, Drop, Operation
-from gym_capture.records import Snapshot
-from gym_capture.rollout_state import retired_error
 from gym_capture.stores.log import LogStore
 
 

@@ -27,11 +27,8 @@ import numpy as np
 import numpy.typing as npt
 from pydantic import BaseModel, ConfigDict
 
-from gym_capture.data.token_lines import NEWEST_SCHEMA_VERSION, Header, LineReader, Record, problem, strict_json
-from gym_capture.errors import InvalidRolloutIdError, RecordError, StoreError
-from gym_capture.reasons import CaptureMark, ProblemReason, UnresolvedReason, join_reason
-from gym_capture.record_fields import FIELDS, Kind, parts
-from gym_capture.records import (
+from gym_capture.capture.record_fields import FIELDS, Kind, parts
+from gym_capture.capture.records import (
     Continues,
     EntrySuffix,
     IdArray,
@@ -45,9 +42,12 @@ from gym_capture.records import (
     WeightSpan,
     id_bytes,
 )
+from gym_capture.capture.suffixes import StoredRecord, complete, prompt_part
+from gym_capture.data.token_lines import NEWEST_SCHEMA_VERSION, Header, LineReader, Record, problem, strict_json
+from gym_capture.errors import InvalidRolloutIdError, RecordError, StoreError
+from gym_capture.reasons import CaptureMark, ProblemReason, UnresolvedReason, join_reason
 from gym_capture.regular_files import read_regular
 from gym_capture.rollout_ids import check_rollout_id
-from gym_capture.suffixes import StoredRecord, complete, prompt_part
 
 __all__ = [
     "NEWEST_SCHEMA_VERSION",

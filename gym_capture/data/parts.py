@@ -21,7 +21,9 @@ from typing import Any, Final, Protocol, Self, TypeVar
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.protocols import TokenSource
+from gym_capture.capture.records import Snapshot
 from gym_capture.data.advantages import Scale
 from gym_capture.data.groups import RolloutSummary, build_groups, unusable
 from gym_capture.data.nemo_gym import shown_id
@@ -30,9 +32,7 @@ from gym_capture.data.schema import SCHEMA
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.staged_files import Staging
 from gym_capture.errors import JobError, RecordError, StoreError, StoreUnavailableError
-from gym_capture.protocols import TokenSource
 from gym_capture.reasons import ProblemReason
-from gym_capture.records import Snapshot
 
 _T = TypeVar("_T")
 

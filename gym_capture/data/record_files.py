@@ -27,17 +27,17 @@ from typing import Any, BinaryIO, Final, Literal, Protocol, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from gym_capture.builder import echoes_unknown_turns
+from gym_capture.build.builder import echoes_unknown_turns
+from gym_capture.capture.record_fields import FIELDS, Kind, RecordField, of_kinds
+from gym_capture.capture.record_rows import call_row, call_rows, lost_call_rows, rollout_row, row_json
+from gym_capture.capture.records import SCHEMA_VERSION, Snapshot
+from gym_capture.capture.suffixes import stored_form
 from gym_capture.conversation import json_without_surrogates
 from gym_capture.data.nemo_gym import NEWEST_SCHEMA_VERSION, gym_digest
 from gym_capture.data.schema import tensor_value
 from gym_capture.data.staged_files import StagedFiles, staged_files
-from gym_capture.lineage import LineageIndex
+from gym_capture.lineage.index import LineageIndex
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason, split_reason
-from gym_capture.record_fields import FIELDS, Kind, RecordField, of_kinds
-from gym_capture.record_rows import call_row, call_rows, lost_call_rows, rollout_row, row_json
-from gym_capture.records import SCHEMA_VERSION, Snapshot
-from gym_capture.suffixes import stored_form
 
 Format: TypeAlias = Literal["nemo-gym", "parquet", "jsonl"]
 

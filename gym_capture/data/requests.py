@@ -19,9 +19,9 @@ from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
 
+from gym_capture.capture.record_rows import row_json
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
-from gym_capture.record_rows import row_json
 from gym_capture.regular_files import open_regular
 from gym_capture.rollout_ids import check_rollout_id
 

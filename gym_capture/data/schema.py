@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from gym_capture.builder import BuiltRollout
+from gym_capture.build.builder import BuiltRollout
+from gym_capture.build.trajectories import Trajectory
+from gym_capture.capture.record_rows import row_json
+from gym_capture.capture.records import Snapshot
 from gym_capture.errors import RecordError, SchemaVersionError
 from gym_capture.reasons import reason_name
-from gym_capture.record_rows import row_json
-from gym_capture.records import Snapshot
-from gym_capture.trajectories import Trajectory
 
 Row: TypeAlias = dict[str, Any]
 

@@ -17,10 +17,10 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
+from gym_capture.capture.operations import Drop
+from gym_capture.capture.protocols import RecordStore, TokenSource
 from gym_capture.errors import ConfigError, StaleSnapshotError
 from gym_capture.imports import load
-from gym_capture.operations import Drop
-from gym_capture.protocols import RecordStore, TokenSource
 
 
 class SourceFactory(Protocol):

@@ -29,9 +29,9 @@ import numpy as np
 import orjson
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, create_model
 
+from gym_capture.capture.record_fields import FIELDS, Kind
+from gym_capture.capture.records import IdArray, LogProbArray, RecordProblem
 from gym_capture.reasons import ProblemReason
-from gym_capture.record_fields import FIELDS, Kind
-from gym_capture.records import IdArray, LogProbArray, RecordProblem
 
 NEWEST_SCHEMA_VERSION: Final = 5
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from gym_capture.capture.operations import Clear
 from gym_capture.data.job import JobOptions as BuildJobOptions
 from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
@@ -27,7 +28,6 @@ from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
-from gym_capture.operations import Clear
 from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
 from gym_capture.rollouts.harness import ToolLoopOptions, tool_loop

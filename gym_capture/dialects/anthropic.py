@@ -58,7 +58,7 @@ from gym_capture.dialects.description import (
     reply_of,
 )
 from gym_capture.errors import InvalidRequestError
-from gym_capture.fingerprint import BILLING_HEADER
+from gym_capture.lineage.fingerprint import BILLING_HEADER
 
 _RUN_BY_CLIENT: Final = ("bash_", "text_editor_", "computer_", "memory_", "browser_")
 """How types of tools begin that Anthropic defines and clients run; what follows is a date."""

@@ -38,7 +38,7 @@ from gym_capture.calls import (
 from gym_capture.dialects.anthropic_input import input_json
 from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.one_at_a_time import OneAtATime
-from gym_capture.echoes import is_cut
+from gym_capture.lineage.echoes import is_cut
 
 OVERLOADED_STATUS: Final = 529
 """What Anthropic's API answers instead of 503."""

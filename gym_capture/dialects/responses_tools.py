@@ -26,7 +26,7 @@ from gym_capture.calls import NamedToolChoice, ToolChoice
 from gym_capture.conversation import Tool
 from gym_capture.dialects import fields
 from gym_capture.errors import InvalidRequestError
-from gym_capture.fingerprint import canonical_arguments
+from gym_capture.lineage.fingerprint import canonical_arguments
 
 _CUSTOM_PARAMETERS: Final = {
     "type": "object",

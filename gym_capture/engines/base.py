@@ -15,8 +15,8 @@ from typing import Any, Protocol
 import numpy.typing as npt
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TokenLogProb
-from gym_capture.records import IdArray, LogProbArray, WeightSpan
-from gym_capture.template import ChatTemplate
+from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan
+from gym_capture.splice.template import ChatTemplate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

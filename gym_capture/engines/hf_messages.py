@@ -18,9 +18,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, cast
 
-from gym_capture.conversation import AssistantTurn, Item, Message, ToolCall, ToolResult, json_without_surrogates
+from gym_capture.conversation import (
+    AssistantTurn,
+    Item,
+    Message,
+    ToolCall,
+    ToolResult,
+    json_without_surrogates,
+    nests_too_deep,
+)
 from gym_capture.reasons import TemplateRule
-from gym_capture.template import digest_id, nests_too_deep
+from gym_capture.splice.template import digest_id
 
 HfMessage: TypeAlias = dict[str, Any]
 FirstSystem: TypeAlias = Literal["own", "in_user"]

@@ -27,6 +27,7 @@ from tokenizers import AddedToken, Tokenizer
 from tokenizers.pre_tokenizers import Metaspace
 from transformers import AutoTokenizer, GenerationConfig
 
+from gym_capture.capture.records import IdArray
 from gym_capture.conversation import (
     AssistantTurn,
     Conversation,
@@ -39,8 +40,7 @@ from gym_capture.conversation import (
 from gym_capture.engines.hf_messages import FirstSystem, Habits, LateSystem, in_call_order, place, to_messages
 from gym_capture.errors import ConfigError
 from gym_capture.reasons import TemplateRule
-from gym_capture.records import IdArray
-from gym_capture.template import Adapted, TemplateError, control_pattern, new_nonce, split_controls
+from gym_capture.splice.template import Adapted, TemplateError, control_pattern, new_nonce, split_controls
 
 # Some models have control tokens that are not marked as special, such as <｜User｜>. Names in mere brackets, such as
 # <think>, are no control tokens: clients write them in texts, and templates look for them there.

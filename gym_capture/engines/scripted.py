@@ -18,10 +18,10 @@ from typing import Final, TypeAlias
 import numpy as np
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TextDelta, TokenLogProb
+from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo
 from gym_capture.errors import EngineDeadError, EngineError
-from gym_capture.records import IdArray, LogProbArray, WeightSpan, as_ids
-from gym_capture.template import ChatTemplate
+from gym_capture.splice.template import ChatTemplate
 
 DEFAULT_LOG_PROB: Final = -0.5
 

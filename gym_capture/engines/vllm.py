@@ -36,6 +36,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from gym_capture.calls import ModelRequest, NamedToolChoice
+from gym_capture.capture.records import IdArray
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo, OutputParser
 from gym_capture.engines.guard import start_guard
 from gym_capture.engines.hf_template import HfChatTemplate
@@ -51,7 +52,6 @@ from gym_capture.errors import (
     EngineOverloadedError,
     InvalidRequestError,
 )
-from gym_capture.records import IdArray
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
 _MAX_MESSAGE = 500

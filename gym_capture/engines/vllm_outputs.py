@@ -15,9 +15,9 @@ from vllm.logprobs import Logprob
 from vllm.outputs import CompletionOutput, RequestOutput
 
 from gym_capture.calls import TokenLogProb
+from gym_capture.capture.records import LogProbArray, WeightSpan, as_ids
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.errors import EngineError
-from gym_capture.records import LogProbArray, WeightSpan, as_ids
 
 
 def only_completion(output: RequestOutput) -> CompletionOutput:

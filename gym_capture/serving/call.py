@@ -20,15 +20,8 @@ from typing import Any
 import numpy as np
 
 from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb, TurnBuilder, Usage, sendable
-from gym_capture.conversation import AssistantTurn
-from gym_capture.echoes import echoes
-from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
-from gym_capture.errors import EngineError, EngineOverloadedError, RecordError
-from gym_capture.fingerprint import Fingerprint
-from gym_capture.output_items import output_items
-from gym_capture.protocols import Resolution, Resolved
-from gym_capture.reasons import NotSplicedReason
-from gym_capture.records import (
+from gym_capture.capture.protocols import Resolution, Resolved
+from gym_capture.capture.records import (
     CallReply,
     CallRequest,
     Continues,
@@ -41,6 +34,13 @@ from gym_capture.records import (
     Unresolved,
     digest_ids,
 )
+from gym_capture.conversation import AssistantTurn
+from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
+from gym_capture.errors import EngineError, EngineOverloadedError, RecordError
+from gym_capture.lineage.echoes import echoes
+from gym_capture.lineage.fingerprint import Fingerprint
+from gym_capture.output_items import output_items
+from gym_capture.reasons import NotSplicedReason
 from gym_capture.serving.capture import Capture, Tracked
 
 

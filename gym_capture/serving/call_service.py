@@ -17,6 +17,13 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from gym_capture.calls import ModelRequest
+from gym_capture.capture.protocols import Resolution, Resolved
+from gym_capture.capture.records import (
+    CallIntent,
+    Root,
+    Snapshot,
+)
+from gym_capture.capture.sinks import BegunCall
 from gym_capture.conversation import AssistantTurn
 from gym_capture.dialects import fields
 from gym_capture.engines.base import Engine, Generation
@@ -27,21 +34,14 @@ from gym_capture.errors import (
     UnknownModelError,
     UnknownRolloutError,
 )
-from gym_capture.fingerprint import Fingerprint, Fingerprinter
-from gym_capture.protocols import Resolution, Resolved
+from gym_capture.lineage.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.reasons import NotSplicedReason, RequestRule
-from gym_capture.records import (
-    CallIntent,
-    Root,
-    Snapshot,
-)
 from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.serving.call import CallInFlight, Prompt
 from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
 from gym_capture.serving.stats import ShardStats
-from gym_capture.sinks import BegunCall
-from gym_capture.splice import Spliced, full_prompt, splice
-from gym_capture.turn_start import turn_start
+from gym_capture.splice.splicer import Spliced, full_prompt, splice
+from gym_capture.splice.turn_start import turn_start
 
 _SESSION_CHARACTERS: Final = 256 * 2**20
 """Text of conversations whose fingerprints are kept."""

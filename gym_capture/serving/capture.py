@@ -14,11 +14,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gym_capture.capture.records import TokenEntry
+from gym_capture.capture.sinks import TokenSink
 from gym_capture.errors import RecordError, StoreError
-from gym_capture.fingerprint import Fingerprint
+from gym_capture.lineage.fingerprint import Fingerprint
 from gym_capture.reasons import CaptureMark, join_reason
-from gym_capture.records import TokenEntry
-from gym_capture.sinks import TokenSink
 
 logger = logging.getLogger(__name__)
 

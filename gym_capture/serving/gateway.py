@@ -31,10 +31,10 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
+from gym_capture.capture.record_rows import snapshot_json
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, Route, StreamEncoder, TokenCounting
 from gym_capture.dialects.registry import DIALECTS
 from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
-from gym_capture.record_rows import snapshot_json
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify, no_route

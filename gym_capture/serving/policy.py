@@ -14,8 +14,8 @@ from ray import serve
 
 from gym_capture.auth import Keyring
 from gym_capture.engines.base import EngineFactory
-from gym_capture.fingerprint import Fingerprinter
 from gym_capture.imports import load
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.config import GraphArgs, Limits

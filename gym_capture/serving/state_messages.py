@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
-from gym_capture.codec import decode_entry, encode_suffix
-from gym_capture.operations import Commit, Operation
-from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent
+from gym_capture.capture.codec import decode_entry, encode_suffix
+from gym_capture.capture.operations import Commit, Operation
+from gym_capture.capture.protocols import Resolution
+from gym_capture.capture.records import CallIntent
 
 
 class BeginCall(NamedTuple):

@@ -24,11 +24,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
-from gym_capture.codec import decode_stored, encode_snapshot
+from gym_capture.capture.codec import decode_stored, encode_snapshot
+from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.protocols import RecordStore
+from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
-from gym_capture.lineage_cache import LineageCache
-from gym_capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
-from gym_capture.protocols import RecordStore
+from gym_capture.lineage.cache import LineageCache
 from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
@@ -36,7 +37,6 @@ from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
-from gym_capture.suffixes import StoredRollout, stored_form
 
 logger = logging.getLogger(__name__)
 

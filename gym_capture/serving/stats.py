@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
-from gym_capture.protocols import Resolution, Resolved
+from gym_capture.capture.protocols import Resolution, Resolved
+from gym_capture.capture.records import CallRecord, Root, Unresolved
 from gym_capture.reasons import UNRESOLVED, join_reason, reason_name
-from gym_capture.records import CallRecord, Root, Unresolved
 
 CountName: TypeAlias = Literal[
     "begins",

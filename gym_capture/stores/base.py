@@ -13,10 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+from gym_capture.capture.operations import Operation
+from gym_capture.capture.protocols import RecordStore
 from gym_capture.errors import GymCaptureError
 from gym_capture.imports import load
-from gym_capture.operations import Operation
-from gym_capture.protocols import RecordStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
+from gym_capture.capture.rollout_state import Decision
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.rollout_state import Decision
 from gym_capture.stores.frames import SEGMENT_HEADER_BYTES, Frame, RecordType
 from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex

@@ -18,8 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
+from gym_capture.capture.rollout_state import Decision, Event
 from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
-from gym_capture.rollout_state import Decision, Event
 from gym_capture.stores.base import CommitCounts
 from gym_capture.stores.frames import Draft, frame_size
 from gym_capture.stores.log_records import draft_of

@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gym_capture.codec import decode_or_problem, decode_snapshot
+from gym_capture.capture.codec import decode_or_problem, decode_snapshot
+from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
+from gym_capture.capture.records import RecordProblem, Snapshot
+from gym_capture.capture.rollout_state import Frozen
+from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.operations import Clear, Drop, MarkIncomplete, Operation
-from gym_capture.records import RecordProblem, Snapshot
-from gym_capture.rollout_state import Frozen
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
@@ -44,7 +45,6 @@ from gym_capture.stores.segments import (
     lock_directory,
     make_directory,
 )
-from gym_capture.suffixes import StoredRecord
 
 _DISK: Final = Disk()
 

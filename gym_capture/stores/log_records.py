@@ -5,10 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from gym_capture.codec import decode_intent, peek_entry
-from gym_capture.errors import CorruptLogError, RecordError
-from gym_capture.records import RecordProblem
-from gym_capture.rollout_state import (
+from gym_capture.capture.codec import decode_intent, peek_entry
+from gym_capture.capture.records import RecordProblem
+from gym_capture.capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
@@ -18,6 +17,7 @@ from gym_capture.rollout_state import (
     ProblemFound,
     Retired,
 )
+from gym_capture.errors import CorruptLogError, RecordError
 from gym_capture.stores.frames import Draft, Frame, RecordType, pack_key
 
 _to_json: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode

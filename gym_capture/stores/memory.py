@@ -1,7 +1,7 @@
 """A store in memory: for tests, for imported files, and for graphs that may lose records when they stop.
 
-Invariant: that of `gym_capture.protocols`, without durability. Nothing happens between deciding and applying, so
-each operation is atomic.
+Invariant: that of `gym_capture.capture.protocols`, without durability. Nothing happens between deciding and applying,
+so each operation is atomic.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from gym_capture.codec import with_delivery
+from gym_capture.capture.codec import with_delivery
+from gym_capture.capture.operations import Commit, Operation
+from gym_capture.capture.records import Snapshot, suffix_of
+from gym_capture.capture.rollout_state import Committed
+from gym_capture.capture.suffixes import StoredRecord, complete
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Commit, Operation
-from gym_capture.records import Snapshot, suffix_of
-from gym_capture.rollout_state import Committed
 from gym_capture.stores.rollout_states import RolloutStates, prepared
-from gym_capture.suffixes import StoredRecord, complete
 
 
 class MemoryStore:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gym_capture.codec import encode_intent, encode_suffix, payload_digest
-from gym_capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
+from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
+from gym_capture.capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
+from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 from gym_capture.rollout_ids import check_rollout_id
-from gym_capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 
 
 class Prepared(NamedTuple):

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from gym_capture.codec import decode_or_problem
+from gym_capture.capture.codec import decode_or_problem
+from gym_capture.capture.records import RecordProblem
 from gym_capture.errors import CorruptLogError, SchemaVersionError, StoreUnavailableError
 from gym_capture.reasons import ProblemReason
-from gym_capture.records import RecordProblem
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.inspect import scan
 from gym_capture.stores.log_records import event_of

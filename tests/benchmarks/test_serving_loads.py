@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from benchmarks import multi_turn, serving
 from benchmarks.serving_pair import alternate, quantile
 from gym_capture.calls import ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues, Root
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, saying
 from gym_capture.models import tiny_dir
-from gym_capture.records import Continues, Root
 from tests.serving.replica import Replica, listening
 
 STOP = "<|im_end|>"

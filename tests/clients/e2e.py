@@ -22,12 +22,12 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from gym_capture.auth import Keyring
-from gym_capture.builder import BuiltRollout, Trajectory, build
+from gym_capture.build.builder import BuiltRollout, Trajectory, build
+from gym_capture.capture.records import Continues, LogProbArray, Root, TokenEntry
 from gym_capture.demo.graph import private_ray, served_graph
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.records import Continues, LogProbArray, Root, TokenEntry
 from tests.clients import clis
 from tests.clients.recital import FINAL_ANSWER, MARGIN, SCRIPTS, Recital, spelled_out
 from tests.serving.graph import Graph, whole

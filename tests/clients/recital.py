@@ -22,8 +22,8 @@ from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor, RequestLogitsProcessor
 
+from gym_capture.capture.records import IdArray, as_ids
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.records import IdArray, as_ids
 
 FINAL_ANSWER: Final = "All three are done \u2705"
 

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from gym_capture.capture.records import IdArray
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, Tool
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.records import IdArray
-from gym_capture.splice import full_prompt
+from gym_capture.splice.splicer import full_prompt
 from tests.clients.recital import SCRIPTS, Prompter, due_reply, spelled_out
 
 

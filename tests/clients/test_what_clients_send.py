@@ -18,7 +18,7 @@ from gym_capture.conversation import AssistantTurn, Message, ToolCall, ToolResul
 from gym_capture.dialects.anthropic import MessagesDialect
 from gym_capture.dialects.base import Dialect
 from gym_capture.dialects.responses import ResponsesDialect
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 
 FIXTURES = Path(__file__).parent / "fixtures"
 

@@ -16,13 +16,13 @@ import pyarrow.parquet as pq
 import pytest
 
 from gym_capture import cli
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.records import Snapshot
 from gym_capture.data import directory
 from gym_capture.data.directory import build_directory
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.requests import read_requests
 from gym_capture.data.schema import SCHEMA, check_schema
-from gym_capture.records import Snapshot
 
 
 def line(call_id: str, prompt: list[int], generation: list[int], *, rollout_id: str, **fields: Any) -> dict[str, Any]:

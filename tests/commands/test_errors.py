@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from gym_capture import cli
-from gym_capture.builder import build
+from gym_capture.build.builder import build
 from gym_capture.data.schema import rows, to_table
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.ledger import Ledger

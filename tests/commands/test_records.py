@@ -15,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from gym_capture import cli
-from gym_capture.builder import build
+from gym_capture.build.builder import build
+from gym_capture.capture.operations import Begin, Clear, Commit, Drop
+from gym_capture.capture.records import Continues, TokenEntry
 from gym_capture.commands.records import log_directories
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.conformance.support import run_call
 from gym_capture.data.schema import SCHEMA, rows, to_table
 from gym_capture.errors import ConfigError
-from gym_capture.operations import Begin, Clear, Commit, Drop
-from gym_capture.records import Continues, TokenEntry
 from gym_capture.serving.config import StateArgs
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.log import LogStore

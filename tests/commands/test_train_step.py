@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from gym_capture.builder import build
+from gym_capture.build.builder import build
 from gym_capture.commands.train_step import command
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import ConfigError

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from gym_capture.capture.operations import Begin, Clear, Commit, MarkDelivery, MarkIncomplete
+from gym_capture.capture.records import LostCall, Snapshot
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Store, run_check, sample_entry, sample_intent
 from gym_capture.conformance.lineage import (
     LINEAGE_CHECKS,
@@ -22,8 +24,6 @@ from gym_capture.conformance.lineage import (
 )
 from gym_capture.conformance.support import expect_entries, run_call
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Begin, Clear, Commit, MarkDelivery, MarkIncomplete
-from gym_capture.records import LostCall, Snapshot
 from tests.contract.test_lineage_stores import Shard
 
 EXAMPLES = Path(__file__).parents[2] / "docs" / "examples"

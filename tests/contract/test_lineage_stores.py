@@ -10,7 +10,11 @@ from typing import cast
 
 import pytest
 
-from gym_capture.codec import decode_snapshot, encode_entry
+from gym_capture.capture.codec import decode_snapshot, encode_entry
+from gym_capture.capture.operations import Clear, Commit, Drop, Operation
+from gym_capture.capture.protocols import Resolution, Resolved
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Snapshot, Unresolved, suffix_of
 from gym_capture.conformance import Result
 from gym_capture.conformance.lineage import (
     LINEAGE_CHECKS,
@@ -19,11 +23,7 @@ from gym_capture.conformance.lineage import (
     run_lineage_check,
 )
 from gym_capture.errors import GymCaptureError
-from gym_capture.lineage import LineageIndex
-from gym_capture.operations import Clear, Commit, Drop, Operation
-from gym_capture.protocols import Resolution, Resolved
-from gym_capture.record_fields import with_values
-from gym_capture.records import Snapshot, Unresolved, suffix_of
+from gym_capture.lineage.index import LineageIndex
 from gym_capture.serving.state import StateShard
 from gym_capture.serving.state_messages import Request, Resolve, packed
 from gym_capture.stores.log import LogStore

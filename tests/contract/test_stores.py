@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from gym_capture.capture.operations import Begin, Commit, Operation
+from gym_capture.capture.records import Snapshot
 from gym_capture.conformance import CHECKS, DURABILITY_CHECKS, Result, Store, run_check, run_conformance
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Begin, Commit, Operation
-from gym_capture.records import Snapshot
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore

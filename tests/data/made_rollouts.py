@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
+from gym_capture.capture.records import Continues, Root, Snapshot, WeightSpan, digest_ids, suffix_of
+from gym_capture.capture.suffixes import StoredRecord, complete
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
-from gym_capture.records import Continues, Root, Snapshot, WeightSpan, digest_ids, suffix_of
-from gym_capture.suffixes import StoredRecord, complete
 from tests.calls import entry_of
 
 IMPORT_PATH = f"{__name__}:MadeSource"

@@ -8,10 +8,10 @@ from typing import Any
 
 import pyarrow as pa
 
+from gym_capture.capture.records import Snapshot
 from gym_capture.data import groups
 from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.requests import Request
-from gym_capture.records import Snapshot
 
 
 def build_groups(

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gym_capture.capture.records import Snapshot
 from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.requests import Request
-from gym_capture.records import Snapshot
 from tests.calls import ALL_CHAINS, call, snapshot
 
 from .sync_groups import build_groups

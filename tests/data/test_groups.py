@@ -12,14 +12,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Snapshot
 from gym_capture.data import groups
 from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.report import report
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA
-from gym_capture.record_fields import with_values
-from gym_capture.records import Snapshot
 
 from .made_rollouts import snapshot
 from .sync_groups import build_groups

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.dataset
 import pytest
 
+from gym_capture.capture.operations import Begin, Commit
+from gym_capture.capture.records import CallIntent
 from gym_capture.data.job import JobOptions, write_trajectories
 from gym_capture.data.log_source import opened_logs
 from gym_capture.data.report import report
 from gym_capture.data.requests import request_table
 from gym_capture.data.sources import SourceSpec, retire
 from gym_capture.errors import ConfigError, StoreUnavailableError
-from gym_capture.operations import Begin, Commit
-from gym_capture.records import CallIntent
 from gym_capture.stores.log import LogStore
 
 from . import made_rollouts

@@ -19,12 +19,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.builder import BuildOptions, build
+from gym_capture.build.builder import BuildOptions, build
+from gym_capture.capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.data import nemo_gym
 from gym_capture.data.nemo_gym import gym_digest, read_directory, read_rollout
 from gym_capture.errors import StoreError
 from gym_capture.reasons import reason_name
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
 from tests.rollout_strategies import Rollout, honest_rollouts, snapshot_of
 
 ALL_CHAINS = BuildOptions(delivery="all_chains")

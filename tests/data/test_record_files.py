@@ -17,15 +17,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.builder import BuildOptions, build
+from gym_capture.build.builder import BuildOptions, build
+from gym_capture.capture.record_fields import FIELDS, with_values
+from gym_capture.capture.records import Continues, RecordProblem, Snapshot, Unresolved, suffix_of
+from gym_capture.capture.suffixes import StoredRecord, complete
 from gym_capture.conformance import sample_entry
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import CALL_SCHEMA, ROLLOUT_SCHEMA, Format, open_files
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import ConfigError
-from gym_capture.record_fields import FIELDS, with_values
-from gym_capture.records import Continues, RecordProblem, Snapshot, Unresolved, suffix_of
-from gym_capture.suffixes import StoredRecord, complete
 from tests.rollout_strategies import Rollout, honest_rollouts
 
 FORMATS: tuple[Format, ...] = ("nemo-gym", "parquet", "jsonl")

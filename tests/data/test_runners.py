@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from gym_capture.builder import BuildOptions
+from gym_capture.build.builder import BuildOptions
 from gym_capture.data.directory import build_directory
 from gym_capture.data.job import JobOptions, RayRunner, write_trajectories
 from gym_capture.data.local_runner import LocalRunner

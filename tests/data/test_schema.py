@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from gym_capture.builder import BuildOptions, BuiltRollout, build
+from gym_capture.build.builder import BuildOptions, BuiltRollout, build
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Continues, Root, Snapshot
 from gym_capture.data import schema
 from gym_capture.data.schema import SCHEMA, check_schema, read_tensor, rows, to_table, with_advantages
 from gym_capture.errors import RecordError, SchemaVersionError
-from gym_capture.record_fields import with_values
-from gym_capture.records import Continues, Root, Snapshot
 from tests.calls import ALL_CHAINS, call, entry_of
 from tests.calls import snapshot as calls_of
 

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from gym_capture.capture.records import RecordProblem
 from gym_capture.data.token_lines import LineReader, Record, read_strictly
-from gym_capture.records import RecordProblem
 
 ARRAYS = ("prompt_token_ids", "generation_token_ids", "generation_log_probs")
 A: dict[str, Any] = {

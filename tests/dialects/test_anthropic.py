@@ -16,7 +16,7 @@ from gym_capture.calls import ModelRequest, NamedToolChoice
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool, ToolCall, ToolResult
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.errors import InvalidRequestError
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 from tests.dialects.anthropic_sdk import MESSAGES, USER, body, parse
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

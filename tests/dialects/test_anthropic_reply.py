@@ -16,7 +16,7 @@ from gym_capture.calls import ReasoningDelta, ReplyEvent, TextDelta, ToolCallDel
 from gym_capture.dialects.anthropic_input import arguments_of, input_json
 from gym_capture.dialects.base import ApiError
 from gym_capture.errors import Overflow
-from gym_capture.fingerprint import Fingerprinter, canonical_arguments
+from gym_capture.lineage.fingerprint import Fingerprinter, canonical_arguments
 from tests.dialects.anthropic_sdk import (
     IDENTITY,
     MESSAGES,

@@ -29,7 +29,7 @@ from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool,
 from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.errors import InvalidRequestError, Overflow
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 
 CHAT = ChatDialect()
 REQUEST = ModelRequest(requested_model="gpt-whatever", conversation=Conversation(items=()))

@@ -15,7 +15,7 @@ from gym_capture.dialects.anthropic_input import input_json
 from gym_capture.dialects.base import ReplyIdentity
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.dialects.responses_tools import custom_arguments, custom_input
-from gym_capture.fingerprint import Fingerprinter, canonical_arguments
+from gym_capture.lineage.fingerprint import Fingerprinter, canonical_arguments
 from tests.dialects import anthropic_sdk
 from tests.dialects.anthropic_sdk import MESSAGES, USER, echoed, reply_to, whole_message
 

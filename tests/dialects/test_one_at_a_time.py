@@ -26,7 +26,7 @@ from gym_capture.conversation import AssistantTurn
 from gym_capture.dialects.base import ReplyIdentity, StreamEncoder
 from gym_capture.dialects.one_at_a_time import OneAtATime
 from gym_capture.dialects.responses import ResponsesDialect
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 from tests.dialects import anthropic_sdk
 from tests.dialects.anthropic_sdk import MESSAGES, USER, data_of, echoed, encoded, reply_to, streamed_message
 

@@ -15,7 +15,7 @@ from gym_capture.dialects.chat import ChatDialect
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.dialects.responses_output import sealed, unsealed
 from gym_capture.errors import InvalidRequestError
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 
 RESPONSES = ResponsesDialect()
 USER = {"role": "user", "content": "hi"}

@@ -29,7 +29,7 @@ from gym_capture.dialects.base import ApiError, ReplyIdentity
 from gym_capture.dialects.responses import ResponsesDialect
 from gym_capture.dialects.responses_output import sealed
 from gym_capture.dialects.responses_tools import custom_arguments
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 
 RESPONSES = ResponsesDialect()
 IDENTITY = ReplyIdentity(call_id="resp_7f", model="gpt-whatever", created=1_700_000_000)

@@ -21,13 +21,13 @@ from aiohttp import web
 
 import gym_capture.dialects
 from gym_capture import cli
+from gym_capture.capture.records import Continues, Root
 from gym_capture.commands import rollouts
 from gym_capture.dialects.registry import DIALECTS
 from gym_capture.engines.base import EngineFactory
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.imports import load
 from gym_capture.models import tiny_dir
-from gym_capture.records import Continues, Root
 from gym_capture.rollouts.harness import Endpoint
 from gym_capture.serving import gateway
 from tests.docs.pages import ROOT, applied, blocks_of, target

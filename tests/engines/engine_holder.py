@@ -7,10 +7,10 @@ import asyncio
 import numpy as np
 
 from gym_capture.calls import ModelRequest
+from gym_capture.capture.records import as_ids
 from gym_capture.conversation import Conversation
 from gym_capture.engines.vllm import VllmEngine
 from gym_capture.models import tiny_dir
-from gym_capture.records import as_ids
 
 ENGINE_ARGS = {"dtype": "float32", "enforce_eager": True, "max_model_len": 4096, "max_num_seqs": 8}
 

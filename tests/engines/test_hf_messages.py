@@ -7,8 +7,8 @@ import pytest
 
 from gym_capture.conversation import AssistantTurn, Conversation, Item, Message, ToolCall, ToolResult
 from gym_capture.engines.hf_messages import in_call_order
-from gym_capture.splice import Spliced, full_prompt, splice
-from gym_capture.template import TemplateError
+from gym_capture.splice.splicer import Spliced, full_prompt, splice
+from gym_capture.splice.template import TemplateError
 from tests.made_templates import TEMPLATES, TOOL, on_made_tokenizer_once
 
 SYSTEM, LATE = Message("system", "First of all."), Message("system", "By the way.")

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from renderers import configs, create_renderer
 
-from gym_capture.audit import SHAPES, Shape, sampled
 from gym_capture.commands.audit_template import make_tokenizer, on_made_tokenizer
 from gym_capture.conversation import AssistantTurn, Conversation, Message, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.splice import Spliced, full_prompt, splice
+from gym_capture.splice.audit import SHAPES, Shape, sampled
+from gym_capture.splice.splicer import Spliced, full_prompt, splice
 from tests.made_templates import (
     ASK,
     CALL,

@@ -20,8 +20,8 @@ from gym_capture.commands.audit_template import make_tokenizer, on_made_tokenize
 from gym_capture.conversation import AssistantTurn, Conversation, Message, ToolCall, ToolResult
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
-from gym_capture.splice import Spliced, full_prompt, splice
-from gym_capture.template import TemplateError
+from gym_capture.splice.splicer import Spliced, full_prompt, splice
+from gym_capture.splice.template import TemplateError
 from tests.made_templates import (
     ASK,
     CALL,

@@ -16,15 +16,15 @@ import numpy as np
 import psutil
 import pytest
 
-from gym_capture.builder import build
+from gym_capture.build.builder import build
 from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
+from gym_capture.capture.records import as_ids
 from gym_capture.conformance.engine import ENGINE_CHECKS, closing_twice_is_harmless, run_engine_check
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import Generation, GenerationChunk
 from gym_capture.engines.vllm import VllmEngine
 from gym_capture.errors import EngineDeadError, InvalidRequestError
-from gym_capture.fingerprint import Fingerprinter
-from gym_capture.records import as_ids
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway

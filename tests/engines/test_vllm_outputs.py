@@ -16,7 +16,7 @@ from vllm.outputs import RequestOutput
 from vllm.tokenizers.hf import get_cached_tokenizer
 
 from gym_capture.engines.vllm_outputs import sampled_log_probs
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
 from gym_capture.serving.call_service import CallService
 from tests.engines.doctored import Doctor, DoctoredLlm, engine_over

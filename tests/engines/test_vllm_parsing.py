@@ -29,13 +29,13 @@ from gym_capture.calls import (
     ToolChoice,
     TurnBuilder,
 )
+from gym_capture.capture.records import as_ids
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.steps import StepSplitter
 from gym_capture.engines.vllm import chat_request
 from gym_capture.engines.vllm_parsing import Parsers, VllmParser, text_of_next
 from gym_capture.models import tiny_dir
-from gym_capture.records import as_ids
 
 TOOLS = (
     Tool("f", "", '{"type":"object","properties":{"a":{"type":"integer"}}}'),

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from vllm.reasoning import ReasoningParserManager
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
 from gym_capture.serving.call_service import CallService
 from tests.engines.doctored import DoctoredLlm, engine_over

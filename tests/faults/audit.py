@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 
-from gym_capture.builder import BuiltRollout, build
+from gym_capture.build.builder import BuiltRollout, build
+from gym_capture.build.trajectories import Trajectory
+from gym_capture.capture.records import Continues, Root, Snapshot, TokenEntry
 from gym_capture.reasons import CaptureMark, reason_name, split_reason
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.replay import read_segments
-from gym_capture.trajectories import Trajectory
 from tests.faults.agents import Ledger, Played, Turn
 from tests.faults.engine import Voice, answer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.fingerprint import Fingerprinter
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway

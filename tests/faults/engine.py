@@ -23,12 +23,12 @@ from typing import Any, Final
 import psutil
 
 from gym_capture.calls import ModelRequest
+from gym_capture.capture.records import IdArray
 from gym_capture.conversation import Message
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, ModelInfo
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, Step
-from gym_capture.records import IdArray
-from gym_capture.template import ChatTemplate
+from gym_capture.splice.template import ChatTemplate
 
 _STOP: Final = "<|im_end|>"
 _WORDS: Final = (

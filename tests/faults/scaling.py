@@ -18,8 +18,8 @@ from typing import Final
 
 import httpx
 
+from gym_capture.capture.records import Snapshot
 from gym_capture.demo.processes import ChildProcesses
-from gym_capture.records import Snapshot
 from tests.faults.apis import APIS, Api, NotWholeError
 from tests.faults.audit import read
 from tests.faults.cluster import Cluster, make_home, scripted

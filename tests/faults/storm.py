@@ -19,9 +19,9 @@ from typing import Final
 
 import httpx
 
+from gym_capture.capture.records import Continues
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.records import Continues
 from tests.faults.agents import Agent, Ledger, Played, Turn
 from tests.faults.audit import Findings, audit, read
 from tests.faults.cluster import Cluster

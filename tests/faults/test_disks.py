@@ -11,13 +11,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from gym_capture.builder import build
+from gym_capture.build.builder import build
+from gym_capture.capture.operations import Begin, Commit, Drop
+from gym_capture.capture.records import Continues
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import RetiredRolloutError
-from gym_capture.operations import Begin, Commit, Drop
 from gym_capture.reasons import reason_name
-from gym_capture.records import Continues
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments

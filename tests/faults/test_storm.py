@@ -17,9 +17,9 @@ from pathlib import Path
 import httpx
 import psutil
 
+from gym_capture.capture.records import Continues
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.models import tiny_dir
-from gym_capture.records import Continues
 from tests.faults.agents import LEFT, Agent, Ledger, Played
 from tests.faults.apis import APIS
 from tests.faults.audit import audit, read

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator
 import httpx
 import pytest
 
-from gym_capture.builder import build
-from gym_capture.records import Root
+from gym_capture.build.builder import build
+from gym_capture.capture.records import Root
 from tests.faults.apis import APIS
 from tests.faults.audit import read
 from tests.faults.cluster import Cluster

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import psutil
 from openai import AsyncOpenAI
 
-from gym_capture.records import Snapshot, TokenEntry
+from gym_capture.capture.records import Snapshot, TokenEntry
 from gym_capture.serving.state import connect
 
 

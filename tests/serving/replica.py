@@ -13,22 +13,22 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
+from gym_capture.capture.operations import Begin, Commit, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.protocols import Resolution
+from gym_capture.capture.records import CallIntent, Snapshot, TokenEntry, suffix_of
+from gym_capture.capture.sinks import BegunCall, TokenSink
 from gym_capture.engines.base import Engine
 from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step, in_order, saying
 from gym_capture.errors import StoreError
-from gym_capture.fingerprint import Fingerprinter
-from gym_capture.lineage import LineageIndex
-from gym_capture.operations import Begin, Commit, MarkDelivery, MarkIncomplete, Operation
-from gym_capture.protocols import Resolution
-from gym_capture.records import CallIntent, Snapshot, TokenEntry, suffix_of
+from gym_capture.lineage.fingerprint import Fingerprinter
+from gym_capture.lineage.index import LineageIndex
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.stats import ShardStats
-from gym_capture.sinks import BegunCall, TokenSink
+from gym_capture.splice.template import ChatTemplate
 from gym_capture.stores.memory import MemoryStore
-from gym_capture.template import ChatTemplate
 
 STOP = "<|im_end|>"
 USER = {"role": "user", "content": "hi"}

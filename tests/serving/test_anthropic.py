@@ -15,10 +15,10 @@ from anthropic import AsyncAnthropic
 from anthropic.types import Message, ToolUseBlock
 
 from gym_capture.calls import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues, Root
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, in_order
 from gym_capture.errors import EngineError, EngineOverloadedError
-from gym_capture.records import Continues, Root
 from tests.serving.replica import Replica
 
 USER = {"role": "user", "content": "How warm is it?"}

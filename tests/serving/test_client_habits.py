@@ -22,10 +22,10 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gym_capture.calls import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step, in_order, saying
-from gym_capture.records import Continues
 from gym_capture.serving import gateway
 from tests.serving.replica import PLAIN, STOP, USER, Replica, always, listening
 

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 
+from gym_capture.capture.records import Root
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step
-from gym_capture.records import Root
 from tests.serving.replica import Replica
 
 SCRIPT = Script(

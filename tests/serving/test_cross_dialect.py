@@ -16,9 +16,9 @@ from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from gym_capture.calls import ReplyEvent, TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues, Root
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step
-from gym_capture.records import Continues, Root
 from tests.serving.replica import Replica
 
 SCHEMA: Final = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from gym_capture.builder import BuiltRollout, build
-from gym_capture.operations import Begin, Commit
-from gym_capture.protocols import Resolution, Resolved
-from gym_capture.records import Continues, Root, TokenEntry, Unresolved
+from gym_capture.build.builder import BuiltRollout, build
+from gym_capture.capture.operations import Begin, Commit
+from gym_capture.capture.protocols import Resolution, Resolved
+from gym_capture.capture.records import Continues, Root, TokenEntry, Unresolved
+from gym_capture.capture.sinks import BegunCall
 from gym_capture.serving.state import StateClient
-from gym_capture.sinks import BegunCall
 from tests.calls import call, excluded, only
 from tests.serving.shards import LocalActor, client_of, shard
 from tests.serving.test_state import intent

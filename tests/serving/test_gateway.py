@@ -13,16 +13,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gym_capture.builder import build
+from gym_capture.build.builder import build
 from gym_capture.calls import ToolCallDelta, ToolCallStart
+from gym_capture.capture.operations import Drop
+from gym_capture.capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
 from gym_capture.conversation import Conversation, Message
 from gym_capture.dialects import fields
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step, in_order, saying
 from gym_capture.errors import EngineDeadError, EngineError, EngineOverloadedError, StoreUnavailableError
-from gym_capture.operations import Drop
-from gym_capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
-from gym_capture.splice import full_prompt
+from gym_capture.splice.splicer import full_prompt
 from tests.serving.replica import (
     PLAIN,
     STOP,

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from openai import AsyncOpenAI
 
+from gym_capture.capture.records import Continues, Root, TokenEntry, digest_ids
 from gym_capture.engines.hf_template import HfChatTemplate
-from gym_capture.records import Continues, Root, TokenEntry, digest_ids
 from tests.serving.graph import Graph, whole
 
 pytestmark = pytest.mark.engine

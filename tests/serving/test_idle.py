@@ -8,9 +8,9 @@ from typing import ClassVar
 
 import pytest
 
+from gym_capture.capture.operations import Begin, Clear, Commit, Drop, Operation
+from gym_capture.capture.records import Root
 from gym_capture.errors import RetiredRolloutError
-from gym_capture.operations import Begin, Clear, Commit, Drop, Operation
-from gym_capture.records import Root
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call

@@ -14,15 +14,15 @@ from typing import Any
 import httpx
 import pytest
 
-from gym_capture.builder import build
+from gym_capture.build.builder import build
+from gym_capture.capture.records import CallIntent
+from gym_capture.capture.sinks import BegunCall
 from gym_capture.engines.base import Generation
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, in_order, saying
 from gym_capture.errors import EngineError, StoreUnavailableError
-from gym_capture.records import CallIntent
 from gym_capture.serving import gateway
 from gym_capture.serving.config import GraphArgs
-from gym_capture.sinks import BegunCall
 from tests.serving.replica import (
     STOP,
     USER,

@@ -17,12 +17,12 @@ from typing import Any, cast
 import httpx
 from ray.actor import ActorHandle
 
-from gym_capture.builder import BuiltRollout, build
+from gym_capture.build.builder import BuiltRollout, build
+from gym_capture.capture.operations import MarkDelivery, Operation
 from gym_capture.dialects.chat import ChatDialect
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, saying
-from gym_capture.fingerprint import Fingerprinter
-from gym_capture.operations import MarkDelivery, Operation
+from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.state import StateClient
 from tests.serving.replica import STOP, USER, chat_body, chat_path, gateway_over, listening

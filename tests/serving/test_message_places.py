@@ -7,8 +7,8 @@ from typing import Any, Final
 
 import pytest
 
+from gym_capture.capture.records import Continues
 from gym_capture.engines.scripted import EngineCall, Script, Step
-from gym_capture.records import Continues
 from tests.made_templates import on_made_tokenizer_once
 from tests.serving.replica import Replica
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from gym_capture.calls import TextDelta
+from gym_capture.capture.records import Continues, Root
 from gym_capture.conversation import Message
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step, saying
-from gym_capture.records import Continues, Root
 from tests.serving.replica import PLAIN, STOP, USER, Replica, always, chat_body, chat_path, listening, says
 
 

@@ -14,10 +14,10 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import BaseModel
 
 from gym_capture.calls import ReasoningDelta, TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues, Root
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Scripter, Step, in_order, saying
 from gym_capture.errors import EngineDeadError
-from gym_capture.records import Continues, Root
 from tests.serving.replica import Replica
 
 STOP = "<|im_end|>"

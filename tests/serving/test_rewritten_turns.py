@@ -10,9 +10,9 @@ import pytest
 from anthropic import AsyncAnthropic
 
 from gym_capture.calls import ModelRequest, TextDelta, ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues, Parent, Unresolved
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, Step
-from gym_capture.records import Continues, Parent, Unresolved
 from tests.serving.replica import Replica
 
 SAID: Final = "Thought: compute.\n<code>\nprint(4)\n"

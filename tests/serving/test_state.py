@@ -10,12 +10,12 @@ from typing import Any, ClassVar, cast
 import numpy as np
 import pytest
 
-from gym_capture.codec import encode_suffix
+from gym_capture.capture.codec import encode_suffix
+from gym_capture.capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.protocols import LineageStore, Resolved
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
-from gym_capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete, Operation
-from gym_capture.protocols import LineageStore, Resolved
-from gym_capture.record_fields import with_values
-from gym_capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.serving.state import StateClient
 from gym_capture.serving.state_messages import BeginCall, CommitBytes, Request
 from gym_capture.stores.log import LogStore

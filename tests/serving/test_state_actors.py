@@ -13,9 +13,9 @@ import psutil
 import pytest
 import ray
 
+from gym_capture.capture.protocols import Resolved
 from gym_capture.demo.graph import private_ray
 from gym_capture.errors import ConfigError, StoreUnavailableError
-from gym_capture.protocols import Resolved
 from gym_capture.serving.state import connect, start_shards, stop_shards
 from tests.serving.exported import exported_names
 from tests.serving.shards import LOG

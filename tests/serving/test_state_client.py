@@ -11,9 +11,9 @@ from typing import Any, cast
 import pytest
 from ray.actor import ActorHandle
 
+from gym_capture.capture.operations import Begin, Clear, MarkIncomplete
+from gym_capture.capture.records import CallIntent
 from gym_capture.errors import ConfigError, StoreUnavailableError
-from gym_capture.operations import Begin, Clear, MarkIncomplete
-from gym_capture.records import CallIntent
 from gym_capture.serving.state import StateClient, start_shards
 from gym_capture.serving.state_messages import BeginCall, CommitBytes
 from gym_capture.stores.log import LogStore

@@ -15,9 +15,9 @@ import ray
 from ray._private.node import Node
 from ray.cluster_utils import Cluster
 
+from gym_capture.capture.operations import Clear
+from gym_capture.capture.protocols import Resolved
 from gym_capture.demo.processes import free_port
-from gym_capture.operations import Clear
-from gym_capture.protocols import Resolved
 from gym_capture.serving.state import StateClient, connect, start_shards
 from tests.serving.shards import LOG
 from tests.serving.test_state import play

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from gym_capture.capture.operations import Commit, Drop, Operation
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Continues, Root
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
-from gym_capture.operations import Commit, Drop, Operation
-from gym_capture.record_fields import with_values
-from gym_capture.records import Continues, Root
 from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total

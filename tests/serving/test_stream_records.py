@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from gym_capture.calls import ToolCallDelta, ToolCallStart
+from gym_capture.capture.records import Continues
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import Script, Step, in_order
-from gym_capture.records import Continues
 from tests.serving.replica import Replica, streamed_text
 
 USER = {"role": "user", "content": "hi"}

@@ -7,8 +7,8 @@ import asyncio
 import os
 import sys
 
+from gym_capture.capture.operations import Begin, Commit, Drop
 from gym_capture.conformance import sample_entry, sample_intent
-from gym_capture.operations import Begin, Commit, Drop
 from gym_capture.stores.log import LogStore
 
 WORKERS = 24

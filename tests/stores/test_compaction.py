@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gym_capture.codec import encode_entry
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Begin, Clear, Commit, Drop
+from gym_capture.capture.records import Snapshot, TokenEntry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import RetiredRolloutError
-from gym_capture.operations import Begin, Clear, Commit, Drop
-from gym_capture.records import Snapshot, TokenEntry
 from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from gym_capture.codec import encode_entry
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Begin, Clear, Commit, Drop
+from gym_capture.capture.records import TokenEntry
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Begin, Clear, Commit, Drop
-from gym_capture.records import TokenEntry
 from gym_capture.stores.inspect import read_snapshots, scan
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.replay import read_segments

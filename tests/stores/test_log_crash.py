@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gym_capture.codec import encode_entry
+from gym_capture.capture.codec import encode_entry
 from gym_capture.conformance import sample_entry
 from gym_capture.stores.log import LogStore
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gym_capture.codec import encode_entry
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Begin, Clear, Commit
+from gym_capture.capture.records import Snapshot
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import CorruptLogError, StoreUnavailableError
-from gym_capture.operations import Begin, Clear, Commit
-from gym_capture.records import Snapshot
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
     Damage,

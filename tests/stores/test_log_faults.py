@@ -12,9 +12,9 @@ from typing import cast
 
 import pytest
 
+from gym_capture.capture.operations import Begin, Clear, Commit
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import ConflictingCallError, RecordError, RetiredRolloutError, StoreUnavailableError
-from gym_capture.operations import Begin, Clear, Commit
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.segments import Disk
 from tests.stores.disks import FailingSync, FullDisk, GatedSync

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from gym_capture.capture.operations import Begin, Commit
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Begin, Commit
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.mirror import Mirror, MirrorDirectory, MirrorLostError, Receiver
 from gym_capture.stores.segments import Disk

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from gym_capture.codec import encode_entry
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Drop
 from gym_capture.conformance import sample_entry
 from gym_capture.conformance.support import run_call
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.operations import Drop
 from gym_capture.stores import verify as verify_module
 from gym_capture.stores.frames import (
     FORMAT_VERSION,

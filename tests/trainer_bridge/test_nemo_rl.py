@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.builder import BuildOptions, build
+from gym_capture.build.builder import BuildOptions, build
+from gym_capture.capture.record_fields import with_values
+from gym_capture.capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan, suffix_of
 from gym_capture.data.advantages import reward_problems
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import RecordError
-from gym_capture.record_fields import with_values
-from gym_capture.records import Continues, Root, Snapshot, TokenEntry, WeightSpan, suffix_of
 from tests.calls import entry_of
 from tests.rollout_strategies import damaged_rollouts, snapshot_of
 from trainer_bridge.finished import FinishedRollout, read_finished

@@ -1,0 +1,436 @@
+"""What a store knows of one rollout: a pure state machine, shared by every store of this package.
+
+Invariant: the state is a set of facts of one epoch, and facts are only ever added. So applying the same events in
+any order, any number of times, gives the same state - which is what lets a log be replayed, compacted and merged
+without an order to defend. The version is the number of facts. Starting a new epoch forgets all facts of the last.
+
+Flow: an operation (`operations`) is *decided* (`decide`; nothing changes) -> the store makes the decided event durable
+-> `apply` adds it -> `freeze` reads. A store therefore never shows what it could still lose, and a failed write needs
+no undo.
+
+Epochs. A store gives each attempt at a rollout an epoch from a counter that never repeats in that store. Every
+write carries the epoch it was begun under. `Drop` and `Clear` retire an epoch: its writers get
+`RetiredRolloutError`, also when the store has long forgotten the rollout, because no later attempt gets that number
+again. A dropped rollout refuses new calls too - its agent may still be running - until `Clear` opens it for the
+next attempt.
+
+A `Commit` whose intent is unknown but whose epoch is current is accepted. The record is complete by itself, and the
+intent may be lost (an earlier process died before it was acknowledged) or never made (an importer).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Hashable, Mapping, Set
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+
+from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.records import CallIntent, LostCall, RecordProblem, Snapshot, delivered_by
+from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
+from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
+
+# --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
+#
+# All but `Retired` are facts. A fact says which `kind` it is of and has a `key`: two of one kind and key are the same
+# fact. `value` is what the state keeps of it beside that.
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A call is about to generate."""
+
+    kind: ClassVar = "begun"
+    epoch: int
+    intent: CallIntent
+
+    @property
+    def key(self) -> str:
+        return self.intent.model_call_id
+
+    @property
+    def value(self) -> bytes:
+        """What the call is for (`_purpose`)."""
+        return _purpose(self.intent)
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A call has a record. The record itself is kept by the store, beside the state."""
+
+    kind: ClassVar = "committed"
+    epoch: int
+    call_id: str
+    payload_digest: bytes
+
+    @property
+    def key(self) -> str:
+        return self.call_id
+
+    @property
+    def value(self) -> bytes:
+        return self.payload_digest
+
+
+@dataclass(frozen=True, slots=True)
+class Abandoned:
+    """A call was refused before it generated."""
+
+    kind: ClassVar = "abandoned"
+    value: ClassVar = b""
+    epoch: int
+    call_id: str
+
+    @property
+    def key(self) -> str:
+        return self.call_id
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedIncomplete:
+    """The capture of the rollout lacks something."""
+
+    kind: ClassVar = "marked"
+    value: ClassVar = b""
+    epoch: int
+    reason: str
+
+    @property
+    def key(self) -> str:
+        return self.reason
+
+
+@dataclass(frozen=True, slots=True)
+class ProblemFound:
+    """Something masks the rollout."""
+
+    kind: ClassVar = "problem"
+    value: ClassVar = b""
+    epoch: int
+    problem: RecordProblem
+
+    @property
+    def key(self) -> RecordProblem:
+        return self.problem
+
+
+@dataclass(frozen=True, slots=True)
+class DeliveryKnown:
+    """The end of a call's reply was handed to its client's connection, or it is certain that it was not.
+
+    Learned after the call is recorded; of most calls, never.
+    """
+
+    value: ClassVar = b""
+    epoch: int
+    call_id: str
+    delivered: bool
+
+    @property
+    def kind(self) -> str:
+        return "delivered" if self.delivered else "undelivered"
+
+    @property
+    def key(self) -> str:
+        return self.call_id
+
+
+@dataclass(frozen=True, slots=True)
+class Retired:
+    """Everything before `epoch` is gone."""
+
+    epoch: int
+    consumed_epoch: int | None
+    """The epoch that was consumed as `snapshot_id` at `version`; None: the rollout was cleared."""
+    snapshot_id: str
+    version: int
+    retired_at: float
+    """Unix seconds."""
+    keeps_records: bool
+    """The consumed records stay readable where the store keeps files."""
+
+    @property
+    def refuses_calls(self) -> bool:
+        return self.consumed_epoch is not None
+
+
+Fact: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown
+Event: TypeAlias = Fact | Retired
+
+_ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "marked", "problem", "delivered", "undelivered")
+"""Kinds of facts, in the order in which snapshot ids hash them. One not listed counts only where there are any."""
+_NONE: Final[Mapping[Any, bytes]] = MappingProxyType({})
+
+
+class Decision(NamedTuple):
+    """What an operation comes to. An error is raised after the event, if there is one, is durable."""
+
+    event: Event | None = None
+    error: StoreError | None = None
+    epoch: int = 0
+    """What the rollout's writes carry once the event is durable; 0: nothing is known of it."""
+
+
+class Retirement(NamedTuple):
+    """How a rollout would be retired now."""
+
+    next_epoch: int
+    now: float
+    """Unix seconds."""
+    keeps_records: bool
+
+
+class Frozen(NamedTuple):
+    """A rollout at one version, beside its entries."""
+
+    snapshot: Snapshot
+    """Without entries."""
+    delivery: Mapping[str, bool]
+    """Whether the reply of a call was delivered whole, of those calls of which that is known."""
+
+
+# --- the state ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class RolloutState:
+    """The facts of the current epoch of one rollout."""
+
+    rollout_id: str
+    epoch: int
+    """Writes that carry another epoch are refused."""
+    facts: dict[str, dict[Hashable, bytes]] = field(default_factory=dict)
+    """By kind and key, the value. A kind is there only if there is a fact of it."""
+    retired: Retired | None = None
+    """How the epoch before this one ended, if this store still knows."""
+
+    def of(self, kind: str) -> Mapping[Any, bytes]:
+        """The facts of one kind."""
+        return self.facts.get(kind, _NONE)
+
+    @property
+    def version(self) -> int:
+        """Number of facts; 0 for a rollout of which nothing is recorded."""
+        return sum(map(len, self.facts.values()))
+
+    @property
+    def is_live(self) -> bool:
+        return bool(self.facts)
+
+    # deciding: nothing changes
+
+    def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
+        """What a checked operation comes to. `payload_digest`: of the record of a `Commit`."""
+        match operation:
+            case Begin(intent):
+                is_closed = self.retired is not None and self.retired.refuses_calls
+                return self._refused(intent.model_call_id) if is_closed else self._new(Begun(self.epoch, intent))
+            case Drop(_, snapshot_id, version):
+                return self._drop(snapshot_id, version, retirement)
+            case Clear():
+                return self._clear(retirement)
+            case _ if operation.epoch != self.epoch:
+                return self._refused(operation.call_id)
+            case Commit():
+                return self._commit(Committed(self.epoch, operation.call_id, payload_digest))
+            case Abandon(_, call_id):
+                return self._new(Abandoned(self.epoch, call_id))
+            case MarkIncomplete(_, reason):
+                return self._new(MarkedIncomplete(self.epoch, reason))
+            case MarkDelivery(_, call_id):
+                return self._new(DeliveryKnown(self.epoch, call_id, operation.delivered))
+
+    def _commit(self, event: Committed) -> Decision:
+        known = self.of(event.kind).get(event.call_id)
+        if known is None or known == event.payload_digest:
+            return self._new(event)
+        problem = RecordProblem(
+            reason=ProblemReason.CONFLICTING_CALL_ID,
+            call_id=event.call_id,
+            field=None,
+            detail="the call was recorded twice with different content; the first record stays",
+        )
+        error = ConflictingCallError(
+            "this call is already recorded with other content; the first record stays and the rollout is masked",
+            rollout_id=self.rollout_id,
+            call_id=event.call_id,
+        )
+        return self._new(ProblemFound(self.epoch, problem))._replace(error=error)
+
+    def _drop(self, snapshot_id: str, version: int, retirement: Retirement) -> Decision:
+        """Retires the snapshot if it is the current one; nothing if it is the one retired last."""
+        if version == self.version and snapshot_id == self.snapshot_id():
+            return self._retired(retirement, self.epoch, snapshot_id, version) if self.is_live else self._nothing()
+        if self.retired is not None and (self.retired.snapshot_id, self.retired.version) == (snapshot_id, version):
+            return self._nothing()
+        error = StaleSnapshotError(
+            f"snapshot {snapshot_id} at version {version} is not current (version {self.version} is): "
+            "freeze again, and drop what you consumed",
+            rollout_id=self.rollout_id,
+        )
+        return Decision(error=error, epoch=self.epoch)
+
+    def _clear(self, retirement: Retirement) -> Decision:
+        is_closed = self.retired is not None and self.retired.refuses_calls
+        if not self.is_live and not is_closed:
+            return self._nothing()
+        return self._retired(retirement._replace(keeps_records=False), None, "", 0)
+
+    def _retired(self, retirement: Retirement, consumed_epoch: int | None, snapshot_id: str, version: int) -> Decision:
+        epoch, now, keeps_records = retirement
+        return Decision(Retired(epoch, consumed_epoch, snapshot_id, version, now, keeps_records), epoch=epoch)
+
+    def _new(self, event: Fact) -> Decision:
+        """Adds the fact, unless it is one already."""
+        return Decision(None if self.knows(event) else event, epoch=self.epoch)
+
+    def _nothing(self) -> Decision:
+        return Decision(epoch=self.epoch)
+
+    def _refused(self, call_id: str | None) -> Decision:
+        return Decision(error=retired_error(self.rollout_id, call_id), epoch=self.epoch)
+
+    # applying
+
+    def knows(self, event: Event) -> bool:
+        """Whether applying the event would change nothing: it is a fact already, or of an earlier epoch."""
+        if event.epoch != self.epoch:
+            return event.epoch < self.epoch
+        if isinstance(event, Retired):
+            return self.retired is not None
+        return event.key in self.of(event.kind)
+
+    def apply(self, event: Event) -> None:
+        """Adds a fact. Those of earlier epochs are ignored."""
+        if event.epoch > self.epoch:
+            self.epoch = event.epoch
+            self.retired = None
+            self.facts.clear()
+        if self.knows(event):
+            return
+        if isinstance(event, Retired):
+            self.retired = event
+        else:
+            self.facts.setdefault(event.kind, {})[event.key] = event.value
+
+    # reading
+
+    def freeze(self) -> Frozen:
+        """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
+        dangling = self.of("begun").keys() - self.of("committed").keys() - self.of("abandoned").keys()
+        snapshot = Snapshot(
+            rollout_id=self.rollout_id,
+            snapshot_id=self.snapshot_id(),
+            version=self.version,
+            entries=(),
+            incomplete=(
+                *sorted(self.of("marked")),
+                *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
+            ),
+            problems=tuple(sorted(self.of("problem"), key=lambda p: (p.reason, p.call_id or "", p.detail))),
+            lost_calls=self._lost_calls(dangling),
+        )
+        return Frozen(snapshot, self._delivery())
+
+    def _lost_calls(self, dangling: Set[str]) -> tuple[LostCall, ...]:
+        """What is known of calls that were begun and then lost.
+
+        Nothing, unless it is known of every call what it was for: any could be the one that goes on from a lost reply.
+        """
+        begun = self.of("begun")
+        if not dangling or not all(begun.values()) or not self.of("committed").keys() <= begun.keys():
+            return ()
+        purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in begun.items()}
+        same_body: dict[tuple[bytes, bytes], list[str]] = {}
+        answering: dict[bytes, list[str]] = {}
+        for call_id, purpose in purposes.items():
+            same_body.setdefault((purpose.body, purpose.request), []).append(call_id)
+            answering.setdefault(purpose.asked, []).append(call_id)
+        lost: list[LostCall] = []
+        for call_id in sorted(dangling):
+            mine = purposes[call_id]
+            if mine.request != _NO_KEY:
+                retries = {other for other in same_body[mine.body, mine.request] if other != call_id}
+                after = answering.get(mine.request, ())
+                answers = {purposes[other].answer.hex() for other in after if other != call_id}
+                lost.append(
+                    LostCall(model_call_id=call_id, retries=tuple(sorted(retries)), answers=tuple(sorted(answers)))
+                )
+        return tuple(lost)
+
+    def _delivery(self) -> dict[str, bool]:
+        said = [(call_id, True) for call_id in self.of("delivered")]
+        said += [(call_id, False) for call_id in self.of("undelivered")]
+        together: dict[str, bool] = {}
+        for call_id, delivered in sorted(said):
+            together[call_id] = bool(delivered_by((together.get(call_id), delivered)))
+        return together
+
+    def snapshot_id(self) -> str:
+        """The same facts of the same epoch give the same id, whenever and wherever it is asked for."""
+        hasher = hashlib.blake2b(digest_size=16)
+        if not self.is_live:
+            _feed(hasher, self.rollout_id, "0")
+            return hasher.hexdigest()
+        _feed(hasher, self.rollout_id, str(self.epoch))
+        for kind in _ALWAYS_HASHED:
+            _feed(hasher, *self._lines(kind))
+        for kind in sorted(self.facts.keys() - set(_ALWAYS_HASHED)):
+            _feed(hasher, kind, *self._lines(kind))
+        return hasher.hexdigest()
+
+    def _lines(self, kind: str) -> list[str]:
+        facts = self.of(kind)
+        if kind == Committed.kind:
+            return [f"{call_id}={digest.hex()}" for call_id, digest in sorted(facts.items())]
+        return sorted(key if isinstance(key, str) else repr(key) for key in facts)
+
+
+_KEY_BYTES: Final = 16
+_NO_KEY: Final = bytes(_KEY_BYTES)
+
+
+class _Purpose(NamedTuple):
+    """What a call is for, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
+
+    body: bytes
+    request: bytes
+    asked: bytes
+    answer: bytes
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Purpose:
+        return cls(*(packed[start : start + _KEY_BYTES] for start in range(0, len(packed), _KEY_BYTES)))
+
+
+def _purpose(intent: CallIntent) -> bytes:
+    """Packed; empty if it is not known, as of intents that were written before it was."""
+    if not intent.request_key and not intent.answer_key:
+        return b""
+    try:
+        keys = [bytes.fromhex(key) or _NO_KEY for key in (intent.request_key, intent.asked_key, intent.answer_key)]
+    except ValueError:
+        return b""
+    if any(len(key) != _KEY_BYTES for key in keys):
+        return b""
+    body = hashlib.blake2b(intent.request_digest.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
+    return b"".join((body, *keys))
+
+
+def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:
+    """For a write whose epoch is not the rollout's current one."""
+    return RetiredRolloutError(
+        "this call belongs to an attempt that was dropped or cleared, or that this store never saw begin: "
+        "clear the rollout before it is dispatched again",
+        rollout_id=rollout_id,
+        call_id=call_id,
+    )
+
+
+def _feed(hasher: hashlib.blake2b, *parts: str) -> None:
+    """Adds a list of strings so that no two different lists add the same bytes."""
+    for part in (str(len(parts)), *parts):
+        data = part.encode("utf-8", "surrogatepass")
+        hasher.update(len(data).to_bytes(8, "little"))
+        hasher.update(data)
