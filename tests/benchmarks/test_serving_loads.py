@@ -62,24 +62,21 @@ def test_a_quantile_is_the_smallest_value_that_the_share_does_not_exceed(values:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tracked", [False, True])
-def test_every_request_is_answered_whole_and_no_two_are_alike(
+async def test_every_request_is_answered_whole_and_no_two_are_alike(
     template: HfChatTemplate, tracked: bool, stream: bool
 ) -> None:
-    async def run() -> None:
-        script = saying(template, "a reply of some words", stop_token=STOP)
-        tokens = len(script.steps)
-        replica = Replica(template, lambda _: script)
-        async with listening(replica.app) as client:
-            server = str(client.base_url).rstrip("/")
-            result = await serving.load(server, tracked=tracked, stream=stream, requests=5, tokens=tokens)
-        assert result.tokens_per_s > 0
-        assert len(result.first_text_s) == (5 if stream else 0)
-        assert all(wait > 0 for wait in result.first_text_s)
-        asked = [call.request.conversation.items[0].text for call in replica.engine.calls]
-        assert len({text.split()[0] for text in asked}) == 5
-        assert len(await replica.state.store.rollout_ids()) == (5 if tracked else 0)
-
-    asyncio.run(run())
+    script = saying(template, "a reply of some words", stop_token=STOP)
+    tokens = len(script.steps)
+    replica = Replica(template, lambda _: script)
+    async with listening(replica.app) as client:
+        server = str(client.base_url).rstrip("/")
+        result = await serving.load(server, tracked=tracked, stream=stream, requests=5, tokens=tokens)
+    assert result.tokens_per_s > 0
+    assert len(result.first_text_s) == (5 if stream else 0)
+    assert all(wait > 0 for wait in result.first_text_s)
+    asked = [call.request.conversation.items[0].text for call in replica.engine.calls]
+    assert len({text.split()[0] for text in asked}) == 5
+    assert len(await replica.state.store.rollout_ids()) == (5 if tracked else 0)
 
 
 @pytest.mark.parametrize("finish_reason", [None, "stop"])
@@ -143,26 +140,23 @@ def calls_a_tool(call: EngineCall) -> Script:
     return Script(steps=[Step(token_ids=[5, 6, 7], events=events)], cached_tokens=call.prompt_ids.size // 2)
 
 
-def test_a_conversation_is_one_chain_and_its_hits_are_counted(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, calls_a_tool)
-        async with listening(replica.app) as client:
-            server = str(client.base_url).rstrip("/")
-            result = await multi_turn.load(server, tracked=True, rollouts=3, turns=4)
-        rollout_ids = await replica.state.store.rollout_ids()
-        assert len(rollout_ids) == 3
-        for rollout_id in rollout_ids:
-            root, *later = await replica.state.entries(rollout_id)
-            assert root.parent == Root()
-            assert len(later) == 3
-            assert all(isinstance(entry.parent, Continues) for entry in later)
-        assert [len(calls) for calls in result.rollouts] == [4, 4, 4]
-        sizes = sorted(call.prompt_ids.size for call in replica.engine.calls)
-        assert sorted(call.prompt_tokens for call in result.calls()) == sizes
-        assert sorted(call.cached_tokens for call in result.calls()) == [size // 2 for size in sizes]
-        assert {call.generated_tokens for call in result.calls()} == {3}
-
-    asyncio.run(run())
+async def test_a_conversation_is_one_chain_and_its_hits_are_counted(template: HfChatTemplate) -> None:
+    replica = Replica(template, calls_a_tool)
+    async with listening(replica.app) as client:
+        server = str(client.base_url).rstrip("/")
+        result = await multi_turn.load(server, tracked=True, rollouts=3, turns=4)
+    rollout_ids = await replica.state.store.rollout_ids()
+    assert len(rollout_ids) == 3
+    for rollout_id in rollout_ids:
+        root, *later = await replica.state.entries(rollout_id)
+        assert root.parent == Root()
+        assert len(later) == 3
+        assert all(isinstance(entry.parent, Continues) for entry in later)
+    assert [len(calls) for calls in result.rollouts] == [4, 4, 4]
+    sizes = sorted(call.prompt_ids.size for call in replica.engine.calls)
+    assert sorted(call.prompt_tokens for call in result.calls()) == sizes
+    assert sorted(call.cached_tokens for call in result.calls()) == [size // 2 for size in sizes]
+    assert {call.generated_tokens for call in result.calls()} == {3}
 
 
 @pytest.mark.parametrize("tool_calls", [{}, {"tool_calls": None}, {"tool_calls": []}])

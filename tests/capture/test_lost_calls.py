@@ -294,21 +294,18 @@ def test_snapshots_keep_what_is_known_of_lost_calls() -> None:
     assert build(decode_snapshot(without)).mask_reasons == ("dangling_intent:lost",)
 
 
-def test_a_log_that_is_opened_again_says_the_same(tmp_path: Path) -> None:
-    async def run() -> tuple[Snapshot, Snapshot]:
-        store = await LogStore.open(tmp_path, fsync=False, segment_bytes=256)
-        for each in (A, B, LOST_FIRST):
-            epoch = await store.write(Begin(each))
-        for entry in (FIRST, SECOND):
-            await store.write(Commit(entry, epoch=epoch))
-        before = await store.freeze("r1")
-        await store.close()
-        store = await LogStore.open(tmp_path, fsync=False)
-        after = await store.freeze("r1")
-        await store.close()
-        return before, after
-
-    before, after = asyncio.run(run())
+async def test_a_log_that_is_opened_again_says_the_same(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, fsync=False, segment_bytes=256)
+    for each in (A, B, LOST_FIRST):
+        epoch = await store.write(Begin(each))
+    for entry in (FIRST, SECOND):
+        await store.write(Commit(entry, epoch=epoch))
+    before = await store.freeze("r1")
+    await store.close()
+    store = await LogStore.open(tmp_path, fsync=False)
+    after = await store.freeze("r1")
+    await store.close()
+    before, after = before, after
     assert before.lost_calls == after.lost_calls != ()
     assert before.snapshot_id == after.snapshot_id
     assert not build(after).masked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 from dataclasses import replace
 from typing import Any, cast, get_args
@@ -77,28 +76,25 @@ def test_an_id_that_may_be_no_rollouts_is_refused(operation: Operation) -> None:
         check(operation)
 
 
-def test_a_sink_writes_under_its_epoch_and_not_into_the_next_attempt() -> None:
-    async def run() -> None:
-        store = MemoryStore()
-        old = TokenSink(store, "r", await store.write(Begin(sample_intent("r", "lost"))))
-        await store.write(Clear("r"))
-        sink = TokenSink(store, "r", await store.write(Begin(sample_intent("r", "c"))))
-        await store.write(Begin(sample_intent("r", "refused")))
-        for late in (
-            old.put(sample_entry("r", "c")),
-            old.abandon("c"),
-            old.mark_incomplete("late"),
-            old.mark_delivery("c", delivered=True),
-        ):
-            with pytest.raises(RetiredRolloutError):
-                await late
-        await sink.put(sample_entry("r", "c"))
-        await sink.abandon("refused")
-        await sink.mark_incomplete("why")
-        await sink.mark_delivery("c", delivered=False)
-        snapshot = await store.freeze("r")
-        assert [(entry.model_call_id, entry.delivered) for entry in snapshot.entries] == [("c", False)]
-        assert snapshot.incomplete == ("why",)
-        assert snapshot.version == 6
-
-    asyncio.run(run())
+async def test_a_sink_writes_under_its_epoch_and_not_into_the_next_attempt() -> None:
+    store = MemoryStore()
+    old = TokenSink(store, "r", await store.write(Begin(sample_intent("r", "lost"))))
+    await store.write(Clear("r"))
+    sink = TokenSink(store, "r", await store.write(Begin(sample_intent("r", "c"))))
+    await store.write(Begin(sample_intent("r", "refused")))
+    for late in (
+        old.put(sample_entry("r", "c")),
+        old.abandon("c"),
+        old.mark_incomplete("late"),
+        old.mark_delivery("c", delivered=True),
+    ):
+        with pytest.raises(RetiredRolloutError):
+            await late
+    await sink.put(sample_entry("r", "c"))
+    await sink.abandon("refused")
+    await sink.mark_incomplete("why")
+    await sink.mark_delivery("c", delivered=False)
+    snapshot = await store.freeze("r")
+    assert [(entry.model_call_id, entry.delivered) for entry in snapshot.entries] == [("c", False)]
+    assert snapshot.incomplete == ("why",)
+    assert snapshot.version == 6

@@ -102,7 +102,7 @@ def test_rollouts_are_listed(state: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize("force_color", [{}, {"FORCE_COLOR": "1"}])
-def test_an_id_is_never_cut_short(
+async def test_an_id_is_never_cut_short(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -116,7 +116,7 @@ def test_an_id_is_never_cut_short(
             await run_call(store, rollout_id, "c1")
         await store.close()
 
-    asyncio.run(write())
+    await write()
     for name, value in ({"COLUMNS": "40"} | force_color).items():
         monkeypatch.setenv(name, value)
     assert records("list", tmp_path) == 0
@@ -125,19 +125,16 @@ def test_an_id_is_never_cut_short(
     assert any("│" in line for line in lines) == bool(force_color)
 
 
-def test_without_a_directory_the_records_of_a_graph_that_names_none_are_read(
+async def test_without_a_directory_the_records_of_a_graph_that_names_none_are_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
 
-    async def write() -> None:
-        store = await LogStore.open(StateArgs().directory.expanduser() / "shard-0000")
-        await run_call(store, "r1", "c1")
-        await store.close()
-
     assert records("list") == 2
     assert "does not exist" in capsys.readouterr().err
-    asyncio.run(write())
+    store = await LogStore.open(StateArgs().directory.expanduser() / "shard-0000")
+    await run_call(store, "r1", "c1")
+    await store.close()
     assert records("list") == records("verify") == records("export", "--out", tmp_path / "out") == 0
     assert capsys.readouterr().out.startswith("r1\t1\t")
     assert records("list", "--help") == 0
@@ -169,11 +166,8 @@ def test_a_damaged_log_is_listed_and_says_so(state: Path, capsys: pytest.Capture
     assert f"damaged: `gym-capture records verify {state}` says where" in shown.err
 
 
-def test_shards_without_records_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    async def open_and_close() -> None:
-        await (await LogStore.open(tmp_path / "shard-0000")).close()
-
-    asyncio.run(open_and_close())
+async def test_shards_without_records_are_no_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    await (await LogStore.open(tmp_path / "shard-0000")).close()
     assert records("list", tmp_path) == records("verify", tmp_path) == 0
     assert "0 rollouts; 1 log" in capsys.readouterr().err
 
@@ -315,7 +309,7 @@ def test_what_goes_away_meanwhile_is_left_out_and_counted(
     assert "warning: 1 rollouts were consumed or cleared meanwhile and are left out" in shown
 
 
-def test_a_segment_that_compaction_deletes_meanwhile_is_no_error(tmp_path: Path) -> None:
+async def test_a_segment_that_compaction_deletes_meanwhile_is_no_error(tmp_path: Path) -> None:
     from gym_capture.commands.records import _scan, _snapshots
 
     async def scenario() -> list[str]:
@@ -333,7 +327,7 @@ def test_a_segment_that_compaction_deletes_meanwhile_is_no_error(tmp_path: Path)
         await store.close()
         return [snapshot.rollout_id for snapshot in (first, *rest)]  # type: ignore[attr-defined]
 
-    assert asyncio.run(scenario()) == ["a", "b", "c", "d"]
+    assert await scenario() == ["a", "b", "c", "d"]
 
 
 # --- what cannot work --------------------------------------------------------------------------------------------
@@ -388,15 +382,12 @@ def test_a_newer_log_is_a_finding_of_verify(state: Path, capsys: pytest.CaptureF
     assert "newer_version: segment 1" in capsys.readouterr().out
 
 
-def test_a_rollout_in_two_logs_is_not_written_twice(
+async def test_a_rollout_in_two_logs_is_not_written_twice(
     state: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def write() -> None:
-        store = await LogStore.open(state / "shard-0001")
-        await run_call(store, "r1", "c1")
-        await store.close()
-
-    asyncio.run(write())
+    store = await LogStore.open(state / "shard-0001")
+    await run_call(store, "r1", "c1")
+    await store.close()
     assert records("export", state, "--out", tmp_path / "out") == 2
     assert "'r1' is in two logs" in capsys.readouterr().err
     assert records("export", state, "--out", tmp_path / "out", "--rollouts", "r2,r3") == 0

@@ -185,7 +185,7 @@ def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_to_go_on(
+async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_to_go_on(
     here: Path, number: signal.Signals
 ) -> None:
     script = """
@@ -218,7 +218,7 @@ def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_to_go_o
             _, said = await job.communicate()
             return job.returncode, said.decode()
 
-    code, said = asyncio.run(run())
+    code, said = await run()
     assert code == (130 if number == signal.SIGINT else 143)
     *_, last = said.splitlines()
     assert last == "interrupted: 2 of 4 rollouts are over and kept in job; the same command goes on with the others"

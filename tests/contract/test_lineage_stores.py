@@ -99,12 +99,12 @@ async def open_recorded(*, directory: Path | None = None) -> Recorded:
 
 
 @pytest.mark.parametrize("name", LINEAGE_CHECKS)
-def test_lineage_index_keeps_the_contract(name: str) -> None:
-    _assert_passed(asyncio.run(run_lineage_check(name, open_recorded)))
+async def test_lineage_index_keeps_the_contract(name: str) -> None:
+    _assert_passed(await run_lineage_check(name, open_recorded))
 
 
 @pytest.mark.parametrize("name", [*LINEAGE_CHECKS, *LINEAGE_DURABILITY_CHECKS])
-def test_state_shard_keeps_the_contract(name: str, tmp_path: Path) -> None:
+async def test_state_shard_keeps_the_contract(name: str, tmp_path: Path) -> None:
     async def shard() -> Shard:
         return Shard(tmp_path)
 
@@ -112,7 +112,7 @@ def test_state_shard_keeps_the_contract(name: str, tmp_path: Path) -> None:
         await store.close()
         return await shard()
 
-    _assert_passed(asyncio.run(run_lineage_check(name, shard, reopen=reopen)))
+    _assert_passed(await run_lineage_check(name, shard, reopen=reopen))
 
 
 class OffByOne(Recorded):
@@ -180,17 +180,17 @@ class Guesses(Recorded):
         (Guesses, "different_ids_are_ambiguous", "resolution: got Resolved"),
     ],
 )
-def test_suite_reports_what_a_lineage_does_wrong(wrong: type[Recorded], name: str, failure: str) -> None:
+async def test_suite_reports_what_a_lineage_does_wrong(wrong: type[Recorded], name: str, failure: str) -> None:
     async def made() -> Recorded:
         return wrong()
 
-    result = asyncio.run(run_lineage_check(name, made))
+    result = await run_lineage_check(name, made)
     assert (result.failure or "").startswith(failure)
 
 
-def test_a_check_of_restarts_needs_a_way_to_restart() -> None:
+async def test_a_check_of_restarts_needs_a_way_to_restart() -> None:
     (name,) = LINEAGE_DURABILITY_CHECKS
-    result = asyncio.run(run_lineage_check(name, open_recorded))
+    result = await run_lineage_check(name, open_recorded)
     assert result.failure == "needs a way to reopen the store"
     assert result.contract.startswith("After a restart")
 

@@ -15,13 +15,13 @@ from gym_capture.stores.memory import MemoryStore
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_memory_store_keeps_the_contract(name: str) -> None:
-    _assert_passed(asyncio.run(run_check(name, MemoryStore.open)))
+async def test_memory_store_keeps_the_contract(name: str) -> None:
+    _assert_passed(await run_check(name, MemoryStore.open))
 
 
 @pytest.mark.parametrize("name", [*CHECKS, *DURABILITY_CHECKS])
 @pytest.mark.parametrize("segment_bytes", [1, 64 << 20])
-def test_log_store_keeps_the_contract(name: str, segment_bytes: int, tmp_path: Path) -> None:
+async def test_log_store_keeps_the_contract(name: str, segment_bytes: int, tmp_path: Path) -> None:
     async def open_log() -> LogStore:
         return await LogStore.open(tmp_path, segment_bytes=segment_bytes)
 
@@ -29,10 +29,10 @@ def test_log_store_keeps_the_contract(name: str, segment_bytes: int, tmp_path: P
         await store.close()
         return await open_log()
 
-    _assert_passed(asyncio.run(run_check(name, open_log, reopen=reopen)))
+    _assert_passed(await run_check(name, open_log, reopen=reopen))
 
 
-def test_suite_reports_what_a_store_does_wrong() -> None:
+async def test_suite_reports_what_a_store_does_wrong() -> None:
     class Forgetful(MemoryStore):
         """Acknowledges records that it does not keep, and loses its connection when it is read."""
 
@@ -49,7 +49,7 @@ def test_suite_reports_what_a_store_does_wrong() -> None:
     async def forgetful() -> Forgetful:
         return Forgetful()
 
-    results = {result.name: result for result in asyncio.run(run_conformance(forgetful, timeout_s=0.2))}
+    results = {result.name: result for result in await run_conformance(forgetful, timeout_s=0.2)}
     assert list(results) == list(CHECKS)
     assert results["rollout_ids_are_checked"].passed
     assert results["conflicting_put_is_refused"].failure == ("a conflicting put: got 1, expected ConflictingCallError")
@@ -62,11 +62,11 @@ def _assert_passed(result: Result) -> None:
     assert result.passed, f"{result.contract}\n{result.failure}"
 
 
-def test_abilities_of_a_store_are_declared() -> None:
+async def test_abilities_of_a_store_are_declared() -> None:
     assert StoreFactory.at("gym_capture.stores.log:open_log").takes_mirror
     plain = StoreFactory.at("gym_capture.stores.memory:MemoryStore.open")
     assert not plain.takes_mirror
-    store = asyncio.run(plain.open())
+    store = await plain.open()
 
     class LooksEncoded(MemoryStore):
         async def freeze_encoded(self, rollout_id: str) -> bytes:

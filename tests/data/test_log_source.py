@@ -56,15 +56,12 @@ def test_trajectories_of_all_logs_below_a_directory_and_retiring_them(tmp_path: 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_log_that_is_in_use_is_an_error(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = await LogStore.open(tmp_path)
-        await store.write(Begin(CallIntent(rollout_id="r", model_call_id="c", created_at=0.0)))
-        with pytest.raises(StoreUnavailableError, match="in use"):
-            await asyncio.to_thread(lambda: opened_logs(tmp_path).__enter__())
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_log_that_is_in_use_is_an_error(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    await store.write(Begin(CallIntent(rollout_id="r", model_call_id="c", created_at=0.0)))
+    with pytest.raises(StoreUnavailableError, match="in use"):
+        await asyncio.to_thread(lambda: opened_logs(tmp_path).__enter__())
+    await store.close()
 
 
 @pytest.mark.usefixtures("cluster")
@@ -73,17 +70,14 @@ def test_a_directory_without_logs_is_an_error(tmp_path: Path) -> None:
         pass
 
 
-def test_a_rollout_that_has_changed_since_it_was_built_is_kept(tmp_path: Path) -> None:
+async def test_a_rollout_that_has_changed_since_it_was_built_is_kept(tmp_path: Path) -> None:
     source = SourceSpec(import_path="gym_capture.stores.log:LogStore.open", kwargs={"directory": tmp_path})
 
-    async def scenario() -> None:
-        await record(tmp_path, "a", "b")
-        store = await LogStore.open(tmp_path)
-        frozen = {name: await store.freeze(name) for name in ("a", "b")}
-        await store.write(Begin(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0)))
-        await store.close()
-        consumed = report([], [])
-        snapshots = {name: (snapshot.snapshot_id, snapshot.version) for name, snapshot in frozen.items()}
-        assert await retire(source, replace(consumed, snapshots=snapshots).snapshots) == ("b",)
-
-    asyncio.run(scenario())
+    await record(tmp_path, "a", "b")
+    store = await LogStore.open(tmp_path)
+    frozen = {name: await store.freeze(name) for name in ("a", "b")}
+    await store.write(Begin(CallIntent(rollout_id="b", model_call_id="late", created_at=0.0)))
+    await store.close()
+    consumed = report([], [])
+    snapshots = {name: (snapshot.snapshot_id, snapshot.version) for name, snapshot in frozen.items()}
+    assert await retire(source, replace(consumed, snapshots=snapshots).snapshots) == ("b",)

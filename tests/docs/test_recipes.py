@@ -86,23 +86,20 @@ def dialects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("dialects")
-def test_a_dialect_is_served_described_and_continued(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, says(template, "four", "eight"))
-        path, texts = "/ng-rollout/r1/v1/ask", ["2 + 2?"]
-        first = await replica.http.post(path, json={"model": "policy", "texts": texts})
-        assert (first.json()["answer"], first.json()["finish_reason"]) == ("four", "stop")
-        texts += ["four", "and twice that?"]
-        second = await replica.http.post(path, json={"model": "policy", "texts": texts, "stream": True})
-        events = [json.loads(line.removeprefix("data: ")) for line in second.text.split("\n\n") if line]
-        assert "".join(event.get("text", "") for event in events) == "eight"
-        assert events[-1] == {"finish_reason": "stop"}
-        asked, continued = await replica.state.entries()
-        assert (type(asked.parent), type(continued.parent)) == (Root, Continues)
-        assert continued.prompt_token_ids.tolist()[: asked.cum_len] == asked.cumulative_ids().tolist()
-        assert "/v1/ask" in replica.app.openapi()["paths"]
-
-    asyncio.run(run())
+async def test_a_dialect_is_served_described_and_continued(template: HfChatTemplate) -> None:
+    replica = Replica(template, says(template, "four", "eight"))
+    path, texts = "/ng-rollout/r1/v1/ask", ["2 + 2?"]
+    first = await replica.http.post(path, json={"model": "policy", "texts": texts})
+    assert (first.json()["answer"], first.json()["finish_reason"]) == ("four", "stop")
+    texts += ["four", "and twice that?"]
+    second = await replica.http.post(path, json={"model": "policy", "texts": texts, "stream": True})
+    events = [json.loads(line.removeprefix("data: ")) for line in second.text.split("\n\n") if line]
+    assert "".join(event.get("text", "") for event in events) == "eight"
+    assert events[-1] == {"finish_reason": "stop"}
+    asked, continued = await replica.state.entries()
+    assert (type(asked.parent), type(continued.parent)) == (Root, Continues)
+    assert continued.prompt_token_ids.tolist()[: asked.cum_len] == asked.cumulative_ids().tolist()
+    assert "/v1/ask" in replica.app.openapi()["paths"]
 
 
 @pytest.mark.usefixtures("dialects")
@@ -116,12 +113,9 @@ def test_a_dialect_is_served_described_and_continued(template: HfChatTemplate) -
         ({"texts": ["a"]}, "model is missing"),
     ],
 )
-def test_a_dialect_names_what_is_wrong(body: dict[str, Any], said: str, template: HfChatTemplate) -> None:
-    async def run() -> None:
-        refused = await Replica(template, always(PLAIN)).http.post("/v1/ask", json=body)
-        assert (refused.status_code, refused.json()) == (400, {"error": said})
-
-    asyncio.run(run())
+async def test_a_dialect_names_what_is_wrong(body: dict[str, Any], said: str, template: HfChatTemplate) -> None:
+    refused = await Replica(template, always(PLAIN)).http.post("/v1/ask", json=body)
+    assert (refused.status_code, refused.json()) == (400, {"error": said})
 
 
 # --- an engine -------------------------------------------------------------------------------------------------------
@@ -134,27 +128,24 @@ def test_an_engine_keeps_the_contract(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("folder")
-def test_an_engine_serves_conversations_that_continue(template: HfChatTemplate) -> None:
+async def test_an_engine_serves_conversations_that_continue(template: HfChatTemplate) -> None:
     start: EngineFactory = load("uniform_engine:start_engine")
     engine = start(
         model=str(tiny_dir()), name="policy", tool_parser=None, reasoning_parser=None, engine_args={"seed": 3}
     )
 
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), engine=engine)
-        said = [{"role": "user", "content": "hi"}]
-        for _ in range(3):
-            reply = (await replica.chat(*said, max_tokens=12)).json()["choices"][0]
-            assert reply["finish_reason"] == "length"
-            said += [reply["message"], {"role": "user", "content": "go on"}]
-        calls = await replica.state.entries()
-        assert [type(call.parent) for call in calls] == [Root, Continues, Continues]
-        for before, call in pairwise(calls):
-            assert call.prompt_token_ids.tolist()[: before.cum_len] == before.cumulative_ids().tolist()
-        refused = await replica.chat(top_p=0.5)
-        assert refused.json()["error"]["param"] == "top_p"
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN), engine=engine)
+    said = [{"role": "user", "content": "hi"}]
+    for _ in range(3):
+        reply = (await replica.chat(*said, max_tokens=12)).json()["choices"][0]
+        assert reply["finish_reason"] == "length"
+        said += [reply["message"], {"role": "user", "content": "go on"}]
+    calls = await replica.state.entries()
+    assert [type(call.parent) for call in calls] == [Root, Continues, Continues]
+    for before, call in pairwise(calls):
+        assert call.prompt_token_ids.tolist()[: before.cum_len] == before.cumulative_ids().tolist()
+    refused = await replica.chat(top_p=0.5)
+    assert refused.json()["error"]["param"] == "top_p"
 
 
 # --- an environment and a harness ------------------------------------------------------------------------------------
@@ -213,17 +204,14 @@ def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: py
     assert sorted(cleared.rollouts) == sorted(row["rollout_id"] for row in rows)
 
 
-def test_an_environment_tells_a_model_what_is_wrong(folder: Path) -> None:
+async def test_an_environment_tells_a_model_what_is_wrong(folder: Path) -> None:
     capitals = load("capitals:Capitals")
     assert capitals.tasks(3, seed=5) == capitals.tasks(8, seed=5)[:3]
 
-    async def run() -> None:
-        environment = capitals()
-        await environment.reset(capitals.tasks(1, seed=0)[0])
-        for name, arguments in (("map", {"country": "Peru"}), ("atlas", {"country": "Atlantis"}), ("atlas", {})):
-            assert (await environment.call_tool(name, arguments)).startswith("Error: ")
-
-    asyncio.run(run())
+    environment = capitals()
+    await environment.reset(capitals.tasks(1, seed=0)[0])
+    for name, arguments in (("map", {"country": "Peru"}), ("atlas", {"country": "Atlantis"}), ("atlas", {})):
+        assert (await environment.call_tool(name, arguments)).startswith("Error: ")
 
 
 def test_a_harness_is_played_by_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +229,7 @@ def test_a_harness_is_played_by_a_job(folder: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(map(len, asked)) == [1] * 32 + [3] * 32
 
 
-def test_a_harness_says_why_there_is_no_answer(folder: Path) -> None:
+async def test_a_harness_says_why_there_is_no_answer(folder: Path) -> None:
     harness = load("second_thoughts:SecondThoughts")()
     environment = load("capitals:Capitals")()
 
@@ -250,7 +238,7 @@ def test_a_harness_says_why_there_is_no_answer(folder: Path) -> None:
         nowhere = Endpoint("http://127.0.0.1:9/v1")
         return await harness.run(endpoint=nowhere, observation=observation, environment=environment)
 
-    assert asyncio.run(run()).reason == "connection"
+    assert (await run()).reason == "connection"
 
 
 # --- a reason --------------------------------------------------------------------------------------------------------

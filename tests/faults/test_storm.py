@@ -26,14 +26,14 @@ from tests.faults.audit import audit, read
 from tests.faults.cluster import REPLICAS, Cluster, replica_urls
 from tests.faults.engine import Voice, question, running
 from tests.faults.killer import Victim
-from tests.faults.leaving import Leaving, Seen, ways
+from tests.faults.leaving import Leaving, ways
 from tests.faults.storm import storm
 from tests.serving.replica import until
 
 LEAVING = 200
 
 
-def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_ids(cluster: Cluster) -> None:
+async def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_ids(cluster: Cluster) -> None:
     urls = replica_urls(cluster)
     assert len(urls) == REPLICAS
     played = Played("moves")
@@ -48,7 +48,7 @@ def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_id
                 assert turn.attempts == 1
                 played.turns.append(turn)
 
-    asyncio.run(run())
+    await run()
     entries = {entry.model_call_id: entry for entry in read(cluster.records).snapshots["moves"].entries}
     calls = [entries[turn.call_id] for turn in played.turns]
     for call, before in zip(calls[1:], calls, strict=False):
@@ -56,7 +56,7 @@ def test_SF_06_a_rollout_that_moves_to_another_replica_goes_on_from_its_exact_id
         assert call.prefix.supplied
 
 
-def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, running_dir: Path) -> None:
+async def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, running_dir: Path) -> None:
     async def leave(http: httpx.AsyncClient, number: int) -> None:
         body = APIS[0].body((), question(f"leaves {number}", words=2000)) | {"stream": True}
         url = f"{cluster.url}/ng-rollout/leaves-{number}/v1/chat/completions"
@@ -85,26 +85,23 @@ def test_SF_01_clients_that_leave_at_once_free_their_engines(cluster: Cluster, r
         snapshots = read(cluster.records).snapshots
         return all(snapshots[f"leaves-{number}"].entries for number in range(LEAVING))
 
-    asyncio.run(run())
+    await run()
     snapshots = read(cluster.records).snapshots
     for number in range(LEAVING):
         (entry,) = snapshots[f"leaves-{number}"].entries
         assert entry.reply.finish_reason == "abort"
 
 
-def test_SF_01_clients_that_leave_are_noticed_in_every_way_of_asking(cluster: Cluster, running_dir: Path) -> None:
-    async def run() -> Seen:
-        leaving = Leaving(cluster, running_dir)
-        seen = await leaving.all_leave(cluster.url, list(ways()))
-        await leaving.watch_idle(seen, idle_s=1.0)
-        return seen
-
-    seen = asyncio.run(run())
+async def test_SF_01_clients_that_leave_are_noticed_in_every_way_of_asking(cluster: Cluster, running_dir: Path) -> None:
+    leaving = Leaving(cluster, running_dir)
+    seen = await leaving.all_leave(cluster.url, list(ways()))
+    await leaving.watch_idle(seen, idle_s=1.0)
+    seen = seen
     assert seen.missed == []
     assert len(seen.noticed_s) == len(list(ways()))
 
 
-def test_SF_01_agents_that_leave_and_ask_again_lose_no_rollout(cluster: Cluster, running_dir: Path) -> None:
+async def test_SF_01_agents_that_leave_and_ask_again_lose_no_rollout(cluster: Cluster, running_dir: Path) -> None:
     """Nothing is killed, so what became of each reply is known; hardly of one on its way to an agent that leaves."""
     ledger = Ledger()
 
@@ -120,12 +117,9 @@ def test_SF_01_agents_that_leave_and_ask_again_lose_no_rollout(cluster: Cluster,
         )
         await agent.play(f"impatient-{number}")
 
-    async def run() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
-            await asyncio.gather(*(play(http, number) for number in range(12)))
-        await until(lambda: not running(running_dir))
-
-    asyncio.run(run())
+    async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
+        await asyncio.gather(*(play(http, number) for number in range(12)))
+    await until(lambda: not running(running_dir))
     assert ledger.failures[LEFT] > 6
     voice = Voice(HfChatTemplate.from_model_dir(tiny_dir()))
     findings = audit(read(cluster.records), ledger, voice)
@@ -134,19 +128,17 @@ def test_SF_01_agents_that_leave_and_ask_again_lose_no_rollout(cluster: Cluster,
     assert findings.masked.total() <= findings.masked["unresolved_retries"] <= 1
 
 
-def test_nothing_acknowledged_is_lost_whatever_is_killed(cluster: Cluster, running_dir: Path) -> None:
+async def test_nothing_acknowledged_is_lost_whatever_is_killed(cluster: Cluster, running_dir: Path) -> None:
     victims = [Victim.STATE, Victim.REPLICA, Victim.STATE, Victim.PROXY, Victim.CLUSTER, Victim.STATE]
-    report = asyncio.run(
-        storm(
-            cluster,
-            victims,
-            running_dir=running_dir,
-            seed=3,
-            clients=4,
-            seconds=300,
-            deadline_s=240,
-            on_kill=lambda *_: None,
-        )
+    report = await storm(
+        cluster,
+        victims,
+        running_dir=running_dir,
+        seed=3,
+        clients=4,
+        seconds=300,
+        deadline_s=240,
+        on_kill=lambda *_: None,
     )
     assert [*report.findings.all(), *report.wrong] == []
     assert (report.ledger.hung, report.kills.total()) == (0, len(victims))

@@ -23,34 +23,31 @@ async def rest(lines: AsyncIterator[str]) -> list[str]:
     return [line async for line in lines]
 
 
-def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_cluster: Cluster) -> None:
+async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_cluster: Cluster) -> None:
     cluster = vllm_cluster
     engines = set(cluster.processes("VLLM::"))
     assert engines
 
-    async def run() -> None:
-        url = f"{cluster.url}/ng-rollout/r/v1/chat/completions"
-        body = APIS[0].body((), "Talk.")
-        async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
-            killer = Killer(cluster, http, seed=0)
-            async with http.stream("POST", url, json={**body, "stream": True, "max_tokens": 3000}) as response:
-                lines = response.aiter_lines()
-                await anext(lines)
-                await killer.kill(Victim.REPLICA)
-                with pytest.raises(httpx.RemoteProtocolError):
-                    await rest(lines)
-            await until(lambda: engines.isdisjoint(cluster.processes("VLLM::")))
-            async with asyncio.timeout(240):
-                while True:
-                    reply = await http.post(url, json={**body, "max_tokens": 8})
-                    if reply.status_code == 200:
-                        break
-                    await asyncio.sleep(0.5)
-        assert len(cluster.processes("VLLM::")) == len(engines)
-        snapshot = read(cluster.records).snapshots["r"]
-        (entry,) = snapshot.entries
-        assert (entry.model_call_id, entry.parent) == (reply.json()["id"], Root())
-        assert snapshot.incomplete == (f"dangling_intent:{response.headers['request-id']}",)
-        assert build(snapshot).masked
-
-    asyncio.run(run())
+    url = f"{cluster.url}/ng-rollout/r/v1/chat/completions"
+    body = APIS[0].body((), "Talk.")
+    async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+        killer = Killer(cluster, http, seed=0)
+        async with http.stream("POST", url, json={**body, "stream": True, "max_tokens": 3000}) as response:
+            lines = response.aiter_lines()
+            await anext(lines)
+            await killer.kill(Victim.REPLICA)
+            with pytest.raises(httpx.RemoteProtocolError):
+                await rest(lines)
+        await until(lambda: engines.isdisjoint(cluster.processes("VLLM::")))
+        async with asyncio.timeout(240):
+            while True:
+                reply = await http.post(url, json={**body, "max_tokens": 8})
+                if reply.status_code == 200:
+                    break
+                await asyncio.sleep(0.5)
+    assert len(cluster.processes("VLLM::")) == len(engines)
+    snapshot = read(cluster.records).snapshots["r"]
+    (entry,) = snapshot.entries
+    assert (entry.model_call_id, entry.parent) == (reply.json()["id"], Root())
+    assert snapshot.incomplete == (f"dangling_intent:{response.headers['request-id']}",)
+    assert build(snapshot).masked

@@ -235,22 +235,19 @@ def run(play: Callable[[Shard], Awaitable[None]]) -> None:
     asyncio.run(played())
 
 
-def test_the_least_recently_used_rollouts_go_first() -> None:
-    async def played() -> None:
-        one = LineageIndex()
-        one.add(FIRST)
-        shard = Shard(max_bytes=2 * one.total_bytes + 100)
-        for name in ("r1", "r2"):
-            await shard.put(replace(FIRST, rollout_id=name))
-        await shard.resolved("r1", "k1")
-        await shard.put(replace(FIRST, rollout_id="r3"))
-        assert (shard.cache.in_memory, shard.cache.evictions, shard.cache.reads) == (2, 1, 0)
-        await shard.resolved("r1", "k1")
-        assert shard.cache.reads == 0
-        await shard.resolved("r2", "k1")
-        assert shard.cache.reads == 1
-
-    asyncio.run(played())
+async def test_the_least_recently_used_rollouts_go_first() -> None:
+    one = LineageIndex()
+    one.add(FIRST)
+    shard = Shard(max_bytes=2 * one.total_bytes + 100)
+    for name in ("r1", "r2"):
+        await shard.put(replace(FIRST, rollout_id=name))
+    await shard.resolved("r1", "k1")
+    await shard.put(replace(FIRST, rollout_id="r3"))
+    assert (shard.cache.in_memory, shard.cache.evictions, shard.cache.reads) == (2, 1, 0)
+    await shard.resolved("r1", "k1")
+    assert shard.cache.reads == 0
+    await shard.resolved("r2", "k1")
+    assert shard.cache.reads == 1
 
 
 def test_one_reading_serves_all_who_wait_and_nobody_else_waits() -> None:

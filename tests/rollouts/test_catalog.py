@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,11 +52,11 @@ def test_every_environment_of_the_table_can_be_loaded(name: str) -> None:
     task_maker(name)
 
 
-def test_a_harness_is_made_with_the_options_of_the_job_file() -> None:
+async def test_a_harness_is_made_with_the_options_of_the_job_file() -> None:
     harness = harness_factory("tool-loop")(max_calls=5, forced_calls=4)
     assert isinstance(harness, ToolLoop)
     assert (harness._options.max_calls, harness._options.forced_calls) == (5, 4)
-    asyncio.run(harness.close())
+    await harness.close()
 
 
 def test_an_option_goes_to_whoever_takes_it() -> None:

@@ -184,21 +184,18 @@ def test_nothing_is_left_of_a_rollout_but_the_work_folder_of_its_environment(
     assert list(own_temporary_folder.iterdir()) == []
 
 
-def test_a_cancelled_rollout_leaves_nothing(own_temporary_folder: Path) -> None:
-    async def run() -> None:
-        harness = command(python("import time; open('runs', 'w').close(); time.sleep(600)"))
-        observation = Observation(tuple(MESSAGES))
-        running = asyncio.create_task(harness.run(endpoint=ENDPOINT, observation=observation, environment=Register()))
-        await asyncio.to_thread(wait_until, lambda: bool(list(own_temporary_folder.glob("*/work/runs"))))
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-
-    asyncio.run(run())
+async def test_a_cancelled_rollout_leaves_nothing(own_temporary_folder: Path) -> None:
+    harness = command(python("import time; open('runs', 'w').close(); time.sleep(600)"))
+    observation = Observation(tuple(MESSAGES))
+    running = asyncio.create_task(harness.run(endpoint=ENDPOINT, observation=observation, environment=Register()))
+    await asyncio.to_thread(wait_until, lambda: bool(list(own_temporary_folder.glob("*/work/runs"))))
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
     assert list(own_temporary_folder.iterdir()) == []
 
 
-def test_many_rollouts_at_a_time_do_not_meet() -> None:
+async def test_many_rollouts_at_a_time_do_not_meet() -> None:
     script = """
     import os, sys
     open("mine", "x").write(sys.argv[1])
@@ -214,7 +211,7 @@ def test_many_rollouts_at_a_time_do_not_meet() -> None:
         ]
         return await asyncio.gather(*runs)
 
-    assert asyncio.run(run()) == [Completed(f"http://r{n}/v1 ['mine'] []", n_calls=0) for n in range(12)]
+    assert await run() == [Completed(f"http://r{n}/v1 ['mine'] []", n_calls=0) for n in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -256,7 +253,7 @@ def test_a_long_task_comes_by_file_or_standard_input() -> None:
     )
 
 
-def test_a_program_calls_the_policy_as_its_rollout() -> None:
+async def test_a_program_calls_the_policy_as_its_rollout() -> None:
     script = """
     import json, os, urllib.request
     messages = json.load(open(os.environ["GYM_CAPTURE_MESSAGES_FILE"]))
@@ -278,4 +275,4 @@ def test_a_program_calls_the_policy_as_its_rollout() -> None:
                 environment=Register(),
             )
 
-    assert asyncio.run(run()) == Completed("r7 token-of-r7 2", n_calls=0)
+    assert await run() == Completed("r7 token-of-r7 2", n_calls=0)

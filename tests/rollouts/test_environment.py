@@ -65,7 +65,7 @@ def test_a_bad_tool_call_is_answered_with_text_and_changes_nothing(name: str, ar
     assert texts[1] == "The register now holds 4."
 
 
-def test_the_session_belongs_to_one_environment() -> None:
+async def test_the_session_belongs_to_one_environment() -> None:
     async def run() -> str:
         first, second = Register(), Register()
         await first.reset(TASK)
@@ -73,7 +73,7 @@ def test_the_session_belongs_to_one_environment() -> None:
         await first.call_tool("add", {"number": 9})
         return await second.call_tool("add", {"number": 1})
 
-    assert asyncio.run(run()) == "The register now holds 5."
+    assert await run() == "The register now holds 5."
 
 
 @settings(max_examples=25, deadline=None)

@@ -24,7 +24,7 @@ from tests.rollouts.scripted_server import Call, Server, completion, serving, to
 DOCS: Final = Path(__file__).parents[2] / "docs"
 
 
-def test_an_agent_of_an_sdk_is_a_program_whose_turns_are_echoed_as_they_were() -> None:
+async def test_an_agent_of_an_sdk_is_a_program_whose_turns_are_echoed_as_they_were() -> None:
     said = ["I compute it.\n<code>\nx = 6 * 7\nprint(x)\n", "I have it.\n<code>\nfinal_answer(x)\n"]
 
     async def policy(call: Call) -> web.Response:
@@ -40,7 +40,7 @@ def test_an_agent_of_an_sdk_is_a_program_whose_turns_are_echoed_as_they_were() -
             endpoint = Endpoint(server.base_url("r1"), "token-of-r1")
             return await harness.run(endpoint=endpoint, observation=observation, environment=Register()), server
 
-    outcome, server = asyncio.run(run())
+    outcome, server = await run()
     assert outcome == Completed("42", n_calls=0)
     assert [(call.rollout_id, call.token) for call in server.calls] == [("r1", "token-of-r1")] * 2
     for earlier, later in itertools.pairwise(call.body["messages"] for call in server.calls):
@@ -56,7 +56,7 @@ def module_of(page: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, name, module)
 
 
-def test_the_environment_of_the_documentation_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_environment_of_the_documentation_is_played(monkeypatch: pytest.MonkeyPatch) -> None:
     module_of("environments.md", "my_module", monkeypatch)
     options = {"tries": 5, "largest": 50}
     tasks = task_maker("my_module:HigherOrLower")(2, seed=3, **options)
@@ -92,10 +92,10 @@ def test_the_environment_of_the_documentation_is_played(monkeypatch: pytest.Monk
         await harness.close()
         return rewards
 
-    assert max(asyncio.run(run())) == 1.5
+    assert max(await run()) == 1.5
 
 
-def test_the_harness_of_the_documentation_plays(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_harness_of_the_documentation_plays(monkeypatch: pytest.MonkeyPatch) -> None:
     module_of("harnesses.md", "my_module", monkeypatch)
     observation = Observation(({"role": "user", "content": "Hi."},))
 
@@ -106,17 +106,14 @@ def test_the_harness_of_the_documentation_plays(monkeypatch: pytest.MonkeyPatch)
     async def refuses(call: Call) -> web.Response:
         return web.json_response({"error": {"message": "no"}}, status=400)
 
-    async def run() -> list[Outcome]:
-        harness = harness_factory("my_module:OneQuestion")(max_tokens=7)
-        outcomes = []
-        for policy in (answers, refuses):
-            async with serving(policy) as server:
-                endpoint = Endpoint(server.base_url("r1"))
-                outcomes.append(await harness.run(endpoint=endpoint, observation=observation, environment=Register()))
-        await harness.close()
-        return outcomes
-
-    answered, refused = asyncio.run(run())
+    harness = harness_factory("my_module:OneQuestion")(max_tokens=7)
+    outcomes = []
+    for policy in (answers, refuses):
+        async with serving(policy) as server:
+            endpoint = Endpoint(server.base_url("r1"))
+            outcomes.append(await harness.run(endpoint=endpoint, observation=observation, environment=Register()))
+    await harness.close()
+    answered, refused = outcomes
     assert answered == Completed("Hello.", n_calls=1)
     assert isinstance(refused, Failed)
 

@@ -162,7 +162,7 @@ def test_a_server_that_is_busy_is_asked_again_when_it_says_and_no_attempt_is_use
     assert len(server.calls) == 8
 
 
-def test_a_server_that_is_not_there_is_a_failed_connection() -> None:
+async def test_a_server_that_is_not_there_is_a_failed_connection() -> None:
     async def run() -> Outcome:
         environment = Register()
         observation = await environment.reset(TASK)
@@ -171,7 +171,7 @@ def test_a_server_that_is_not_there_is_a_failed_connection() -> None:
                 endpoint=Endpoint("http://127.0.0.1:9/v1"), observation=observation, environment=environment
             )
 
-    outcome = asyncio.run(run())
+    outcome = await run()
     assert isinstance(outcome, Failed)
     assert outcome.reason == "connection"
 

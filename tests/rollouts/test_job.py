@@ -75,7 +75,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: Path) -> None:
+async def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: Path) -> None:
     async def run() -> JobSummary:
         async with serving(solve) as server, sdk() as client:
             job = RolloutJob(
@@ -93,7 +93,7 @@ def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: Path) -
                 assert call.token == f"token-{call.rollout_id}"
             return summary
 
-    summary = asyncio.run(run())
+    summary = await run()
     assert [row.rollout_id for row in summary.rows] == [f"job.{task.task_id}.{i}" for task in TASKS for i in range(2)]
     assert [row.reward for row in summary.rows] == pytest.approx([1.0] * 6)
     written = lines(tmp_path / "rollouts.jsonl")
@@ -103,7 +103,7 @@ def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: Path) -
     }
 
 
-def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:
+async def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:
     running: set[str] = set()
     most = 0
 
@@ -116,13 +116,13 @@ def test_concurrency_is_bounded_and_used(tmp_path: Path) -> None:
         running.remove(rollout_id)
         return Completed("", n_calls=1)
 
-    asyncio.run(make(tmp_path, Scripted(play), samples=4, concurrency=3).run())
+    await make(tmp_path, Scripted(play), samples=4, concurrency=3).run()
     assert most == 3
 
 
-def test_rows_are_told_of_as_they_come(tmp_path: Path) -> None:
+async def test_rows_are_told_of_as_they_come(tmp_path: Path) -> None:
     told: list[str] = []
-    asyncio.run(make(tmp_path, Scripted(well)).run(on_row=lambda row: told.append(row.rollout_id)))
+    await make(tmp_path, Scripted(well)).run(on_row=lambda row: told.append(row.rollout_id))
     assert sorted(told) == sorted(row["rollout_id"] for row in lines(tmp_path / "rollouts.jsonl"))
 
 
@@ -160,7 +160,7 @@ async def cancels_itself(rollout_id: str, environment: Environment) -> Outcome:
         (cancels_itself, "exception", "CancelledError"),
     ],
 )
-def test_whatever_goes_wrong_is_a_failure_row_and_the_job_goes_on(
+async def test_whatever_goes_wrong_is_a_failure_row_and_the_job_goes_on(
     tmp_path: Path, play: Play, reason: str, detail: str
 ) -> None:
     bad = f"job.{TASKS[1].task_id}.0"
@@ -169,7 +169,7 @@ def test_whatever_goes_wrong_is_a_failure_row_and_the_job_goes_on(
         return await (play if rollout_id == bad else well)(rollout_id, environment)
 
     harness = Scripted(one_bad)
-    summary = asyncio.run(make(tmp_path, harness, max_attempts=2, rollout_timeout_s=0.05).run())
+    summary = await make(tmp_path, harness, max_attempts=2, rollout_timeout_s=0.05).run()
     assert (summary.finished, summary.failed) == (5, 1)
     row = next(row for row in summary.rows if row.rollout_id == bad)
     assert (row.status, row.reward, row.attempts, row.error) == ("failed", None, 2, reason)
@@ -225,7 +225,9 @@ async def uses_a_tool(rollout_id: str, environment: Environment) -> Outcome:
         ("nan", "bad_reward"),
     ],
 )
-def test_an_environment_that_breaks_fails_its_rollout_and_is_closed(tmp_path: Path, method: str, reason: str) -> None:
+async def test_an_environment_that_breaks_fails_its_rollout_and_is_closed(
+    tmp_path: Path, method: str, reason: str
+) -> None:
     Breaking.closed = 0
     job = make(
         tmp_path,
@@ -235,19 +237,19 @@ def test_an_environment_that_breaks_fails_its_rollout_and_is_closed(tmp_path: Pa
         max_attempts=2,
         environment=lambda: Breaking(method),
     )
-    summary = asyncio.run(job.run())
+    summary = await job.run()
     assert [row.error for row in summary.rows] == [reason]
     assert Breaking.closed == 2
 
 
-def test_a_retry_that_succeeds_makes_a_finished_row(tmp_path: Path) -> None:
+async def test_a_retry_that_succeeds_makes_a_finished_row(tmp_path: Path) -> None:
     harness = Scripted(well)
 
     async def first_time_fails(rollout_id: str, environment: Environment) -> Outcome:
         return Failed("connection", "") if harness.played[rollout_id] == 1 else Completed("", n_calls=3)
 
     harness = Scripted(first_time_fails)
-    summary = asyncio.run(make(tmp_path, harness).run())
+    summary = await make(tmp_path, harness).run()
     assert {(row.status, row.attempts) for row in summary.rows} == {("finished", 2)}
     assert summary.failures == {"connection": 6}
 
@@ -299,7 +301,7 @@ def test_a_job_without_its_token_ends_at_once_and_with_it_plays_as_if_for_the_fi
 # --- stale records ---------------------------------------------------------------------------------------------------
 
 
-def test_stale_records_are_cleared_before_every_attempt(tmp_path: Path) -> None:
+async def test_stale_records_are_cleared_before_every_attempt(tmp_path: Path) -> None:
     events: list[tuple[str, str]] = []
 
     async def clear(rollout_id: str) -> None:
@@ -309,7 +311,7 @@ def test_stale_records_are_cleared_before_every_attempt(tmp_path: Path) -> None:
         events.append(("play", rollout_id))
         return Failed("connection", "")
 
-    asyncio.run(make(tmp_path, Scripted(play), clear=clear, concurrency=1, max_attempts=2).run())
+    await make(tmp_path, Scripted(play), clear=clear, concurrency=1, max_attempts=2).run()
     assert len(events) == 6 * 2 * 2
     assert all(
         first == ("clear", second[1]) and second[0] == "play"
@@ -317,12 +319,12 @@ def test_stale_records_are_cleared_before_every_attempt(tmp_path: Path) -> None:
     )
 
 
-def test_a_rollout_whose_stale_records_cannot_be_cleared_is_not_played(tmp_path: Path) -> None:
+async def test_a_rollout_whose_stale_records_cannot_be_cleared_is_not_played(tmp_path: Path) -> None:
     async def clear(rollout_id: str) -> None:
         raise StoreUnavailableError("no answer", rollout_id=rollout_id)
 
     harness = Scripted(well)
-    summary = asyncio.run(make(tmp_path, harness, clear=clear, max_attempts=2).run())
+    summary = await make(tmp_path, harness, clear=clear, max_attempts=2).run()
     assert harness.played == Counter()
     assert {(row.error, row.attempts) for row in summary.rows} == {("not_cleared", 2)}
 
@@ -417,10 +419,10 @@ def test_however_often_it_is_stopped_there_is_one_row_for_each_rollout(
         ([Task("x" * 128)], "do not make a rollout id"),
     ],
 )
-def test_ids_that_cannot_work_are_refused(tmp_path: Path, tasks: list[Task], message: str) -> None:
+async def test_ids_that_cannot_work_are_refused(tmp_path: Path, tasks: list[Task], message: str) -> None:
     harness = Scripted(well)
     with pytest.raises(ConfigError, match=message):
-        asyncio.run(make(tmp_path, harness, tasks=tasks).run())
+        await make(tmp_path, harness, tasks=tasks).run()
     assert harness.played == Counter()
 
 
@@ -436,7 +438,7 @@ def test_an_option_that_would_play_nothing_is_refused(option: str) -> None:
         JobOptions(job_id="job", **{option: 0})
 
 
-def test_a_refused_call_over_http_ends_the_rollout_with_its_reason(tmp_path: Path) -> None:
+async def test_a_refused_call_over_http_ends_the_rollout_with_its_reason(tmp_path: Path) -> None:
     async def refuse(call: Call) -> web.Response:
         return web.json_response({"error": {"message": "too long"}}, status=400)
 
@@ -454,6 +456,6 @@ def test_a_refused_call_over_http_ends_the_rollout_with_its_reason(tmp_path: Pat
             )
             return await job.run()
 
-    (row,) = asyncio.run(run()).rows
+    (row,) = (await run()).rows
     assert (row.error, row.attempts) == ("refused", 1)
     assert row.detail == "HTTP 400: too long"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -23,26 +22,23 @@ async def nothing_to_clear(rollout_id: str) -> None:
 
 
 @pytest.mark.parametrize("keyring", [KEYS, None], ids=["secret", "open"])
-def test_each_rollout_calls_with_its_own_token(tmp_path: Path, keyring: Keyring | None) -> None:
-    async def run() -> None:
-        rows: list[RolloutRow] = []
-        async with serving(solve) as server:
-            summary = await play_on_graph(
-                url=server.url,
-                tasks=Register.tasks(2),
-                make_environment=Register,
-                options=JobOptions(job_id="job", samples=2),
-                harness=tool_loop(model="policy"),
-                settings={},
-                clear=nothing_to_clear,
-                directory=tmp_path,
-                on_row=rows.append,
-                keyring=keyring,
-            )
-        assert (summary.failed, len(rows)) == (0, 4)
-        called = {call.rollout_id: call.token for call in server.calls}
-        assert called.keys() == {row.rollout_id for row in rows}
-        for rollout_id, token in called.items():
-            assert token == ("unused" if keyring is None else keyring.rollout_token(rollout_id))
-
-    asyncio.run(run())
+async def test_each_rollout_calls_with_its_own_token(tmp_path: Path, keyring: Keyring | None) -> None:
+    rows: list[RolloutRow] = []
+    async with serving(solve) as server:
+        summary = await play_on_graph(
+            url=server.url,
+            tasks=Register.tasks(2),
+            make_environment=Register,
+            options=JobOptions(job_id="job", samples=2),
+            harness=tool_loop(model="policy"),
+            settings={},
+            clear=nothing_to_clear,
+            directory=tmp_path,
+            on_row=rows.append,
+            keyring=keyring,
+        )
+    assert (summary.failed, len(rows)) == (0, 4)
+    called = {call.rollout_id: call.token for call in server.calls}
+    assert called.keys() == {row.rollout_id for row in rows}
+    for rollout_id, token in called.items():
+        assert token == ("unused" if keyring is None else keyring.rollout_token(rollout_id))

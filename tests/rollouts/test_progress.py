@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from gym_capture.rollouts.environment import Environment
@@ -65,7 +64,7 @@ def test_rates_are_of_this_run_and_rewards_of_all() -> None:
     assert now.eta_s == 20.0, "four more, at two in ten seconds"
 
 
-def test_a_job_counts_a_rollout_once_whatever_its_attempts_were(tmp_path: Path) -> None:
+async def test_a_job_counts_a_rollout_once_whatever_its_attempts_were(tmp_path: Path) -> None:
     progress = JobProgress()
     seen: list[Snapshot] = []
     tried: set[str] = set()
@@ -78,7 +77,7 @@ def test_a_job_counts_a_rollout_once_whatever_its_attempts_were(tmp_path: Path) 
             return Failed("mine", "never", n_calls=1)
         return Failed("mine", "once") if first else Completed("", n_calls=2)
 
-    asyncio.run(make(tmp_path, Scripted(play), concurrency=1, max_attempts=2).run(progress=progress))
+    await make(tmp_path, Scripted(play), concurrency=1, max_attempts=2).run(progress=progress)
     now = progress.now()
     assert {(each.total, each.running) for each in seen} == {(6, 1)}
     assert (now.total, now.done, now.failed, now.running) == (6, 6, 3, 0)

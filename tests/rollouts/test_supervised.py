@@ -78,9 +78,9 @@ def test_what_a_program_says_and_how_it_ends_is_told(tmp_path: Path) -> None:
     assert ran("import os; os.kill(os.getpid(), 11)", tmp_path).signal == 11
 
 
-def test_a_program_that_cannot_be_started_is_told_apart(tmp_path: Path) -> None:
-    ended = asyncio.run(
-        run_supervised(["no-such-program"], folder=tmp_path, environment=passed_on(), stdin=None, bounds=Bounds())
+async def test_a_program_that_cannot_be_started_is_told_apart(tmp_path: Path) -> None:
+    ended = await run_supervised(
+        ["no-such-program"], folder=tmp_path, environment=passed_on(), stdin=None, bounds=Bounds()
     )
     assert ended.status is None
     assert ended.error is not None
@@ -119,20 +119,17 @@ def test_time_is_up_for_all_children_at_once(tmp_path: Path) -> None:
     assert is_over(tmp_path / "self")
 
 
-def test_a_program_that_ignores_signals_is_killed_with_its_job(tmp_path: Path) -> None:
+async def test_a_program_that_ignores_signals_is_killed_with_its_job(tmp_path: Path) -> None:
     script = f"import signal; [signal.signal(n, signal.SIG_IGN) for n in (1, 2, 3, 15)]; {SLEEPER.format(name='pid')}"
 
-    async def run() -> None:
-        running = asyncio.create_task(
-            run_supervised([*PYTHON, script], folder=tmp_path, environment=passed_on(), stdin=None, bounds=Bounds())
-        )
-        await asyncio.to_thread(wait_for, tmp_path / "pid")
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert is_over(tmp_path / "pid")
-
-    asyncio.run(run())
+    running = asyncio.create_task(
+        run_supervised([*PYTHON, script], folder=tmp_path, environment=passed_on(), stdin=None, bounds=Bounds())
+    )
+    await asyncio.to_thread(wait_for, tmp_path / "pid")
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert is_over(tmp_path / "pid")
 
 
 def test_processes_that_go_on_making_processes_are_killed(tmp_path: Path) -> None:

@@ -184,13 +184,13 @@ def test_a_check_sees_no_secret_of_the_job(monkeypatch: pytest.MonkeyPatch) -> N
         ({"prompt": "p", "check": {"command": ["no-such-checker"]}}, "runs no-such-checker, which is not on the PATH"),
     ],
 )
-def test_a_task_that_cannot_be_played_is_named(data: Mapping[str, Any], said: str) -> None:
+async def test_a_task_that_cannot_be_played_is_named(data: Mapping[str, Any], said: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        asyncio.run(WorkFolder().reset(Task("t", data)))
+        await WorkFolder().reset(Task("t", data))
     assert said in raised.value.message
 
 
-def test_a_program_solves_the_tasks_that_it_makes_up(own_temporary_folder: Path) -> None:
+async def test_a_program_solves_the_tasks_that_it_makes_up(own_temporary_folder: Path) -> None:
     async def run() -> list[float]:
         harness = harness_factory("command")(command=["sh", "-c", "LC_ALL=C sort words.txt > sorted.txt"])
         rewards = []
@@ -205,6 +205,6 @@ def test_a_program_solves_the_tasks_that_it_makes_up(own_temporary_folder: Path)
             await environment.close()
         return rewards
 
-    assert asyncio.run(run()) == [1.0, 1.0, 1.0]
+    assert await run() == [1.0, 1.0, 1.0]
     assert list(own_temporary_folder.iterdir()) == []
     assert WorkFolder.tasks(2, seed=5) == WorkFolder.tasks(4, seed=5)[:2]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from typing import Any
@@ -78,43 +77,40 @@ def answered(message: Message) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_an_agent_s_next_call_continues_the_exact_ids_of_its_last(template: HfChatTemplate, stream: bool) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([CALLING, SAYING]))
-        client = sdk(replica)
-        fields: dict[str, Any] = {"tools": [WEATHER], "system": [{"type": "text", "text": "Be brief."}]}
-        calling = await ask(client, [USER], stream=stream, **fields)
-        assert [block.type for block in calling.content] == ["thinking", "text", "tool_use", "tool_use"]
-        assert [block.input for block in calling.content if isinstance(block, ToolUseBlock)] == [
-            {"city": "Paris"},
-            {"INVALID_JSON": '{"city": Rome}'},
-        ]
-        assert calling.stop_reason == "tool_use"
-        saying = await ask(client, [USER, *answered(calling)], stream=stream, **fields)
-        assert [block.text for block in saying.content if block.type == "text"] == ["21 degrees."]
-        assert saying.stop_reason == "end_turn"
+async def test_an_agent_s_next_call_continues_the_exact_ids_of_its_last(template: HfChatTemplate, stream: bool) -> None:
+    replica = Replica(template, in_order([CALLING, SAYING]))
+    client = sdk(replica)
+    fields: dict[str, Any] = {"tools": [WEATHER], "system": [{"type": "text", "text": "Be brief."}]}
+    calling = await ask(client, [USER], stream=stream, **fields)
+    assert [block.type for block in calling.content] == ["thinking", "text", "tool_use", "tool_use"]
+    assert [block.input for block in calling.content if isinstance(block, ToolUseBlock)] == [
+        {"city": "Paris"},
+        {"INVALID_JSON": '{"city": Rome}'},
+    ]
+    assert calling.stop_reason == "tool_use"
+    saying = await ask(client, [USER, *answered(calling)], stream=stream, **fields)
+    assert [block.text for block in saying.content if block.type == "text"] == ["21 degrees."]
+    assert saying.stop_reason == "end_turn"
 
-        one, two = await replica.state.entries()
-        assert (one.model_call_id, two.model_call_id) == (calling.id, saying.id)
-        assert calling.id.startswith("msg_")
-        assert (one.request.requested_model, one.request.has_tools, one.parent) == ("claude-x", True, Root())
-        assert [item["arguments"] for item in one.reply.output_items if item["type"] == "function_call"] == [
-            '{"city":  "Paris"}',
-            '{"city": Rome}',
-        ]
-        cumulative = one.cumulative_ids()
-        assert cumulative.tolist()[-8:] == [100, 101, 102, 103, 104, 105, 106, STOP_ID]
-        assert (two.parent, two.prefix.supplied) == (Continues(one.model_call_id, cumulative.size), True)
-        np.testing.assert_array_equal(two.prompt_token_ids[: cumulative.size], cumulative)
-        for message, entry in ((calling, one), (saying, two)):
-            assert message.usage.input_tokens == entry.prompt_token_ids.size
-            assert message.usage.output_tokens == entry.generation_token_ids.size
-
-    asyncio.run(run())
+    one, two = await replica.state.entries()
+    assert (one.model_call_id, two.model_call_id) == (calling.id, saying.id)
+    assert calling.id.startswith("msg_")
+    assert (one.request.requested_model, one.request.has_tools, one.parent) == ("claude-x", True, Root())
+    assert [item["arguments"] for item in one.reply.output_items if item["type"] == "function_call"] == [
+        '{"city":  "Paris"}',
+        '{"city": Rome}',
+    ]
+    cumulative = one.cumulative_ids()
+    assert cumulative.tolist()[-8:] == [100, 101, 102, 103, 104, 105, 106, STOP_ID]
+    assert (two.parent, two.prefix.supplied) == (Continues(one.model_call_id, cumulative.size), True)
+    np.testing.assert_array_equal(two.prompt_token_ids[: cumulative.size], cumulative)
+    for message, entry in ((calling, one), (saying, two)):
+        assert message.usage.input_tokens == entry.prompt_token_ids.size
+        assert message.usage.output_tokens == entry.generation_token_ids.size
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_calls_whose_arguments_come_in_turns_are_told_one_after_the_other(
+async def test_calls_whose_arguments_come_in_turns_are_told_one_after_the_other(
     template: HfChatTemplate, stream: bool
 ) -> None:
     calling = Script(
@@ -127,125 +123,104 @@ def test_calls_whose_arguments_come_in_turns_are_told_one_after_the_other(
         ]
     )
 
-    async def run() -> None:
-        replica = Replica(template, in_order([calling, SAYING]))
-        client = sdk(replica)
-        message = await ask(client, [USER], stream=stream, tools=[WEATHER])
-        calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
-        assert [(call.id, call.input) for call in calls] == [("c0", {"city": "Rome"}), ("c1", {"city": "Bari"})]
-        assert [block.text for block in message.content if block.type == "text"] == ["Asking."]
-        await ask(client, [USER, *answered(message)], stream=stream, tools=[WEATHER])
-        one, two = await replica.state.entries()
-        assert two.parent == Continues(one.model_call_id, one.cum_len)
-
-    asyncio.run(run())
+    replica = Replica(template, in_order([calling, SAYING]))
+    client = sdk(replica)
+    message = await ask(client, [USER], stream=stream, tools=[WEATHER])
+    calls = [block for block in message.content if isinstance(block, ToolUseBlock)]
+    assert [(call.id, call.input) for call in calls] == [("c0", {"city": "Rome"}), ("c1", {"city": "Bari"})]
+    assert [block.text for block in message.content if block.type == "text"] == ["Asking."]
+    await ask(client, [USER, *answered(message)], stream=stream, tools=[WEATHER])
+    one, two = await replica.state.entries()
+    assert two.parent == Continues(one.model_call_id, one.cum_len)
 
 
-def test_AN_01_a_new_system_message_at_the_end_does_not_move_what_came_before(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([SAYING, SAYING]))
-        client = sdk(replica)
-        system = [
-            {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"},
-            {"type": "text", "text": "S"},
-        ]
-        told: list[Any] = [USER, {"role": "system", "content": "Agents: a, b"}]
-        first = await ask(client, told, stream=False, system=system, tools=[WEATHER])
-        system[0]["text"] = "x-anthropic-billing-header: cc_version=2.1; cch=2;"
-        more = [
-            *told,
-            *answered(first)[:1],
-            {"role": "user", "content": "go"},
-            {"role": "system", "content": "100 left"},
-        ]
-        await ask(client, more, stream=False, system=system, tools=[WEATHER])
-        one, two = await replica.state.entries()
-        assert two.parent == Continues(one.model_call_id, one.cumulative_ids().size)
-        assert one.request.requested_model == "claude-x"
-        rendered = template.decode(two.prompt_token_ids)
-        for text in ("S", "Agents: a, b", "100 left"):
-            assert text in rendered
-        assert "billing" not in rendered
-        assert rendered.endswith("<|im_start|>assistant\n")
-
-    asyncio.run(run())
+async def test_AN_01_a_new_system_message_at_the_end_does_not_move_what_came_before(template: HfChatTemplate) -> None:
+    replica = Replica(template, in_order([SAYING, SAYING]))
+    client = sdk(replica)
+    system = [
+        {"type": "text", "text": "x-anthropic-billing-header: cc_version=2.1; cch=1;"},
+        {"type": "text", "text": "S"},
+    ]
+    told: list[Any] = [USER, {"role": "system", "content": "Agents: a, b"}]
+    first = await ask(client, told, stream=False, system=system, tools=[WEATHER])
+    system[0]["text"] = "x-anthropic-billing-header: cc_version=2.1; cch=2;"
+    more = [
+        *told,
+        *answered(first)[:1],
+        {"role": "user", "content": "go"},
+        {"role": "system", "content": "100 left"},
+    ]
+    await ask(client, more, stream=False, system=system, tools=[WEATHER])
+    one, two = await replica.state.entries()
+    assert two.parent == Continues(one.model_call_id, one.cumulative_ids().size)
+    assert one.request.requested_model == "claude-x"
+    rendered = template.decode(two.prompt_token_ids)
+    for text in ("S", "Agents: a, b", "100 left"):
+        assert text in rendered
+    assert "billing" not in rendered
+    assert rendered.endswith("<|im_start|>assistant\n")
 
 
-def test_AN_03_count_tokens_says_what_the_call_will_say_and_leaves_no_trace(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([CALLING, SAYING]))
-        client = sdk(replica)
-        arguments: dict[str, Any] = {"model": "claude-x", "tools": [WEATHER], "system": "S " * 50}
-        messages: list[Any] = [USER]
-        for _ in range(2):
-            counted = await client.beta.messages.count_tokens(messages=messages, **arguments)
-            message = await client.messages.create(messages=messages, max_tokens=50, **arguments)
-            assert counted.input_tokens == message.usage.input_tokens
-            messages += answered(message)
-        assert len(await replica.state.entries()) == 2
-        snapshot = await replica.state.snapshot()
-        assert (snapshot.incomplete, snapshot.problems) == ((), ())
-
-    asyncio.run(run())
+async def test_AN_03_count_tokens_says_what_the_call_will_say_and_leaves_no_trace(template: HfChatTemplate) -> None:
+    replica = Replica(template, in_order([CALLING, SAYING]))
+    client = sdk(replica)
+    arguments: dict[str, Any] = {"model": "claude-x", "tools": [WEATHER], "system": "S " * 50}
+    messages: list[Any] = [USER]
+    for _ in range(2):
+        counted = await client.beta.messages.count_tokens(messages=messages, **arguments)
+        message = await client.messages.create(messages=messages, max_tokens=50, **arguments)
+        assert counted.input_tokens == message.usage.input_tokens
+        messages += answered(message)
+    assert len(await replica.state.entries()) == 2
+    snapshot = await replica.state.snapshot()
+    assert (snapshot.incomplete, snapshot.problems) == ((), ())
 
 
-def test_AN_09_what_claude_code_sends_is_taken(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([SAYING]))
-        arguments: dict[str, Any] = {
-            "model": "claude-haiku",
-            "max_tokens": 32_000,
-            "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": CACHED}]}],
-            "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],
-            "thinking": {"type": "adaptive"},
-            "context_management": {"edits": []},
-            "output_config": {"effort": "high"},
-            "metadata": {"user_id": "u"},
-            "betas": ["a-2025-01-01", "b-2026-02-02"],
-        }
-        async with sdk(replica).beta.messages.stream(**arguments) as reply:
-            message = await reply.get_final_message()
-        assert message.type == "message"
-        (call,) = replica.engine.calls
-        assert [tool.name for tool in call.request.conversation.tools] == ["get_weather"]
-        assert call.max_tokens == 4096 - call.prompt_ids.size
-        (entry,) = await replica.state.entries()
-        assert (entry.request.has_tools, entry.request.requested_model) == (True, "claude-haiku")
-
-    asyncio.run(run())
+async def test_AN_09_what_claude_code_sends_is_taken(template: HfChatTemplate) -> None:
+    replica = Replica(template, in_order([SAYING]))
+    arguments: dict[str, Any] = {
+        "model": "claude-haiku",
+        "max_tokens": 32_000,
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "cache_control": CACHED}]}],
+        "tools": [WEATHER, {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}],
+        "thinking": {"type": "adaptive"},
+        "context_management": {"edits": []},
+        "output_config": {"effort": "high"},
+        "metadata": {"user_id": "u"},
+        "betas": ["a-2025-01-01", "b-2026-02-02"],
+    }
+    async with sdk(replica).beta.messages.stream(**arguments) as reply:
+        message = await reply.get_final_message()
+    assert message.type == "message"
+    (call,) = replica.engine.calls
+    assert [tool.name for tool in call.request.conversation.tools] == ["get_weather"]
+    assert call.max_tokens == 4096 - call.prompt_ids.size
+    (entry,) = await replica.state.entries()
+    assert (entry.request.has_tools, entry.request.requested_model) == (True, "claude-haiku")
 
 
-def test_AN_11_a_request_for_no_tokens_leaves_no_record(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([]))
-        with pytest.raises(anthropic.BadRequestError):
-            await ask(sdk(replica), [USER], stream=False, max_tokens=0)
-        assert await replica.state.entries() == ()
-
-    asyncio.run(run())
+async def test_AN_11_a_request_for_no_tokens_leaves_no_record(template: HfChatTemplate) -> None:
+    replica = Replica(template, in_order([]))
+    with pytest.raises(anthropic.BadRequestError):
+        await ask(sdk(replica), [USER], stream=False, max_tokens=0)
+    assert await replica.state.entries() == ()
 
 
 @pytest.mark.parametrize("script", [SAYING, Script(steps=[Step(token_ids=[STOP_ID])])], ids=["text", "nothing to say"])
-def test_ST_11_a_stream_begins_with_the_length_of_its_prompt(template: HfChatTemplate, script: Script) -> None:
-    async def run() -> None:
-        replica = Replica(template, in_order([script]))
-        arguments: dict[str, Any] = {"model": "claude-x", "max_tokens": 9, "messages": [USER]}
-        first, *_ = [event async for event in await sdk(replica).messages.create(**arguments, stream=True)]
-        assert first.type == "message_start"
-        assert first.message.usage.input_tokens == replica.engine.calls[0].prompt_ids.size
-
-    asyncio.run(run())
+async def test_ST_11_a_stream_begins_with_the_length_of_its_prompt(template: HfChatTemplate, script: Script) -> None:
+    replica = Replica(template, in_order([script]))
+    arguments: dict[str, Any] = {"model": "claude-x", "max_tokens": 9, "messages": [USER]}
+    first, *_ = [event async for event in await sdk(replica).messages.create(**arguments, stream=True)]
+    assert first.type == "message_start"
+    assert first.message.usage.input_tokens == replica.engine.calls[0].prompt_ids.size
 
 
-def test_a_stop_sequence_is_named(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        script = Script(steps=SAYING.steps, stop_reason="END")
-        replica = Replica(template, in_order([script, script]))
-        for stream in (True, False):
-            message = await ask(sdk(replica), [USER], stream=stream, stop_sequences=["END"])
-            assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
-
-    asyncio.run(run())
+async def test_a_stop_sequence_is_named(template: HfChatTemplate) -> None:
+    script = Script(steps=SAYING.steps, stop_reason="END")
+    replica = Replica(template, in_order([script, script]))
+    for stream in (True, False):
+        message = await ask(sdk(replica), [USER], stream=stream, stop_sequences=["END"])
+        assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "END")
 
 
 def overloaded(_: EngineCall) -> Script:
@@ -263,7 +238,7 @@ def overloaded(_: EngineCall) -> Script:
     ids=["invalid", "unknown model", "too long", "overloaded"],
 )
 @pytest.mark.parametrize("stream", [True, False])
-def test_errors_arrive_as_the_sdk_s_own(
+async def test_errors_arrive_as_the_sdk_s_own(
     template: HfChatTemplate,
     scripter: Callable[[EngineCall], Script],
     rollout_id: str | None,
@@ -273,41 +248,32 @@ def test_errors_arrive_as_the_sdk_s_own(
     said: str,
     stream: bool,
 ) -> None:
-    async def run() -> None:
-        arguments: dict[str, Any] = {"messages": [USER], **fields}
-        with pytest.raises(anthropic.APIStatusError) as caught:
-            await ask(sdk(Replica(template, scripter), rollout_id), stream=stream, **arguments)
-        assert caught.value.status_code == status
-        assert isinstance(caught.value.body, dict)
-        assert caught.value.body["type"] == "error"
-        assert caught.value.body["error"]["type"] == kind
-        assert said in caught.value.body["error"]["message"]
-
-    asyncio.run(run())
+    arguments: dict[str, Any] = {"messages": [USER], **fields}
+    with pytest.raises(anthropic.APIStatusError) as caught:
+        await ask(sdk(Replica(template, scripter), rollout_id), stream=stream, **arguments)
+    assert caught.value.status_code == status
+    assert isinstance(caught.value.body, dict)
+    assert caught.value.body["type"] == "error"
+    assert caught.value.body["error"]["type"] == kind
+    assert said in caught.value.body["error"]["message"]
 
 
-def test_ST_08_a_stream_that_breaks_ends_in_an_error_and_not_in_a_stop(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, lambda _: FAILING)
-        for stream in (True, False):
-            with pytest.raises(anthropic.APIStatusError, match="the engine broke"):
-                await ask(sdk(replica), [USER], stream=stream)
-        body = {"model": "m", "max_tokens": 9, "messages": [USER], "stream": True}
-        response = await replica.http.post("/ng-rollout/r1/v1/messages?beta=true", json=body)
-        *_, last, rest = response.text.split("\n\n")
-        assert rest == ""
-        name, data = last.split("\n")
-        assert (name, json.loads(data.removeprefix("data: "))["error"]["type"]) == ("event: error", "api_error")
-        assert "message_stop" not in response.text
-        assert {entry.reply.finish_reason for entry in await replica.state.entries()} == {"abort"}
-
-    asyncio.run(run())
+async def test_ST_08_a_stream_that_breaks_ends_in_an_error_and_not_in_a_stop(template: HfChatTemplate) -> None:
+    replica = Replica(template, lambda _: FAILING)
+    for stream in (True, False):
+        with pytest.raises(anthropic.APIStatusError, match="the engine broke"):
+            await ask(sdk(replica), [USER], stream=stream)
+    body = {"model": "m", "max_tokens": 9, "messages": [USER], "stream": True}
+    response = await replica.http.post("/ng-rollout/r1/v1/messages?beta=true", json=body)
+    *_, last, rest = response.text.split("\n\n")
+    assert rest == ""
+    name, data = last.split("\n")
+    assert (name, json.loads(data.removeprefix("data: "))["error"]["type"]) == ("event: error", "api_error")
+    assert "message_stop" not in response.text
+    assert {entry.reply.finish_reason for entry in await replica.state.entries()} == {"abort"}
 
 
-def test_no_route_is_said_in_the_client_s_own_shape(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        response = await Replica(template, in_order([])).http.post("/v1/messages/batches", json={})
-        assert response.status_code == 404
-        assert response.json()["error"]["type"] == "not_found_error"
-
-    asyncio.run(run())
+async def test_no_route_is_said_in_the_client_s_own_shape(template: HfChatTemplate) -> None:
+    response = await Replica(template, in_order([])).http.post("/v1/messages/batches", json={})
+    assert response.status_code == 404
+    assert response.json()["error"]["type"] == "not_found_error"

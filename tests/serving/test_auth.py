@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
@@ -27,62 +26,47 @@ async def ask(replica: Replica, api_key: str, *, rollout_id: str | None = "r1") 
     return reply.choices[0].message.content
 
 
-def test_a_rollouts_token_is_an_api_key(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = replica_of(template)
-        assert await ask(replica, KEYS.rollout_token("r1")) == "one"
-        assert await ask(replica, KEYS.untracked_token(), rollout_id=None) == "one"
-        assert len(await replica.state.entries()) == 1
-
-    asyncio.run(run())
+async def test_a_rollouts_token_is_an_api_key(template: HfChatTemplate) -> None:
+    replica = replica_of(template)
+    assert await ask(replica, KEYS.rollout_token("r1")) == "one"
+    assert await ask(replica, KEYS.untracked_token(), rollout_id=None) == "one"
+    assert len(await replica.state.entries()) == 1
 
 
 @pytest.mark.parametrize("api_key", [KEYS.rollout_token("r2"), KEYS.read_token(), KEYS.untracked_token(), "sk-made-up"])
-def test_another_token_is_refused_before_anything_happens(template: HfChatTemplate, api_key: str) -> None:
-    async def run() -> None:
-        replica = replica_of(template)
-        with pytest.raises(PermissionDeniedError) as error:
-            await ask(replica, api_key)
-        assert error.value.type == "permission_error"
-        assert replica.engine.calls == []
-        assert await replica.state.store.rollout_ids() == []
-
-    asyncio.run(run())
+async def test_another_token_is_refused_before_anything_happens(template: HfChatTemplate, api_key: str) -> None:
+    replica = replica_of(template)
+    with pytest.raises(PermissionDeniedError) as error:
+        await ask(replica, api_key)
+    assert error.value.type == "permission_error"
+    assert replica.engine.calls == []
+    assert await replica.state.store.rollout_ids() == []
 
 
-def test_reading_records_takes_the_read_token(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = replica_of(template)
-        await ask(replica, KEYS.rollout_token("r1"))
-        path = "/ng-rollout/r1/token-records"
-        for token, status in ((KEYS.read_token(), 200), (KEYS.rollout_token("r1"), 403), ("", 401)):
-            headers = {"authorization": f"Bearer {token}"} if token else {}
-            assert (await replica.http.get(path, headers=headers)).status_code == status
-
-    asyncio.run(run())
+async def test_reading_records_takes_the_read_token(template: HfChatTemplate) -> None:
+    replica = replica_of(template)
+    await ask(replica, KEYS.rollout_token("r1"))
+    path = "/ng-rollout/r1/token-records"
+    for token, status in ((KEYS.read_token(), 200), (KEYS.rollout_token("r1"), 403), ("", 401)):
+        headers = {"authorization": f"Bearer {token}"} if token else {}
+        assert (await replica.http.get(path, headers=headers)).status_code == status
 
 
-def test_no_token_is_401(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = replica_of(template)
-        response = await replica.http.post(chat_path("r1"), json=chat_body())
-        assert response.status_code == 401
-        assert response.json()["error"]["code"] == "invalid_api_key"
-
-    asyncio.run(run())
+async def test_no_token_is_401(template: HfChatTemplate) -> None:
+    replica = replica_of(template)
+    response = await replica.http.post(chat_path("r1"), json=chat_body())
+    assert response.status_code == 401
+    assert response.json()["error"]["code"] == "invalid_api_key"
 
 
-def test_a_rollout_id_that_cannot_be_has_no_token(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = replica_of(template)
-        headers = {"x-api-key": KEYS.rollout_token("r1")}
-        response = await replica.http.post(chat_path("r1%2F..%2Fr2"), json=chat_body(), headers=headers)
-        assert 400 <= response.status_code < 500
-
-    asyncio.run(run())
+async def test_a_rollout_id_that_cannot_be_has_no_token(template: HfChatTemplate) -> None:
+    replica = replica_of(template)
+    headers = {"x-api-key": KEYS.rollout_token("r1")}
+    response = await replica.http.post(chat_path("r1%2F..%2Fr2"), json=chat_body(), headers=headers)
+    assert 400 <= response.status_code < 500
 
 
-def test_without_a_secret_everything_is_open_and_the_log_says_so_once(
+async def test_without_a_secret_everything_is_open_and_the_log_says_so_once(
     template: HfChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -91,24 +75,21 @@ def test_without_a_secret_everything_is_open_and_the_log_says_so_once(
             assert await ask(replica, "anything", rollout_id=rollout_id) == "one"
 
     with caplog.at_level(logging.WARNING, logger="gym_capture"):
-        asyncio.run(run())
+        await run()
     assert [record.getMessage() for record in caplog.records if "secret_file" in record.getMessage()] != []
     assert len(caplog.records) == 1
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_body_beyond_the_limit_is_refused(template: HfChatTemplate, announced: bool) -> None:
-    async def run() -> None:
-        replica = Replica(template, lambda _: saying(template, "one", stop_token="<|im_end|>"), max_body_bytes=1000)
-        body = b'{"model": "policy", "messages": [{"role": "user", "content": "' + b"x" * 1000 + b'"}]}'
+async def test_a_body_beyond_the_limit_is_refused(template: HfChatTemplate, announced: bool) -> None:
+    replica = Replica(template, lambda _: saying(template, "one", stop_token="<|im_end|>"), max_body_bytes=1000)
+    body = b'{"model": "policy", "messages": [{"role": "user", "content": "' + b"x" * 1000 + b'"}]}'
 
-        async def parts():  # type: ignore[no-untyped-def]
-            yield body[:500]
-            yield body[500:]
+    async def parts():  # type: ignore[no-untyped-def]
+        yield body[:500]
+        yield body[500:]
 
-        response = await replica.http.post(chat_path("r1"), content=body if announced else parts())
-        assert response.status_code == 413
-        assert response.json()["error"]["code"] == "request_too_large"
-        assert (await replica.http.post(chat_path("r1"), json=chat_body())).status_code == 200
-
-    asyncio.run(run())
+    response = await replica.http.post(chat_path("r1"), content=body if announced else parts())
+    assert response.status_code == 413
+    assert response.json()["error"]["code"] == "request_too_large"
+    assert (await replica.http.post(chat_path("r1"), json=chat_body())).status_code == 200

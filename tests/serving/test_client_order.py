@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any, Final
 
@@ -86,65 +85,56 @@ async def ask(replica: Replica, dialect: str, rollout_id: str, sent: dict[str, A
 
 @pytest.mark.parametrize("prefix_supply", [True, False], ids=["spliced", "rendered"])
 @pytest.mark.parametrize("dialect", PATHS)
-def test_CH_09_results_in_either_order_are_one_conversation(
+async def test_CH_09_results_in_either_order_are_one_conversation(
     template: HfChatTemplate, dialect: str, prefix_supply: bool
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter, prefix_supply=prefix_supply)
-        second = {}
-        for name, order in (("called", (0, 1)), ("completed", (1, 0))):
-            await ask(replica, dialect, name, body(dialect, None))
-            await ask(replica, dialect, name, body(dialect, order))
-            first, second[name] = await replica.state.entries(name)
-            prompt = template.decode(second[name].prompt_token_ids)
-            assert prompt.index("value-A") < prompt.index("value-B")
-            if prefix_supply:
-                assert second[name].parent == Continues(first.model_call_id, first.cum_len)
-        assert second["called"].digest == second["completed"].digest
-        assert second["called"].keys.turn_key == second["completed"].keys.turn_key
-        assert [second[name].request.normalized for name in second] == [(), ("results_in_call_order",)]
-
-    asyncio.run(run())
+    replica = Replica(template, scripter, prefix_supply=prefix_supply)
+    second = {}
+    for name, order in (("called", (0, 1)), ("completed", (1, 0))):
+        await ask(replica, dialect, name, body(dialect, None))
+        await ask(replica, dialect, name, body(dialect, order))
+        first, second[name] = await replica.state.entries(name)
+        prompt = template.decode(second[name].prompt_token_ids)
+        assert prompt.index("value-A") < prompt.index("value-B")
+        if prefix_supply:
+            assert second[name].parent == Continues(first.model_call_id, first.cum_len)
+    assert second["called"].digest == second["completed"].digest
+    assert second["called"].keys.turn_key == second["completed"].keys.turn_key
+    assert [second[name].request.normalized for name in second] == [(), ("results_in_call_order",)]
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_CH_09_where_ids_are_written_the_orders_are_two_conversations(dialect: str) -> None:
+async def test_CH_09_where_ids_are_written_the_orders_are_two_conversations(dialect: str) -> None:
     template = on_made_tokenizer_once("writes_ids")
 
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        second = {}
-        for name, order in (("called", (0, 1)), ("completed", (1, 0))):
-            await ask(replica, dialect, name, body(dialect, None))
-            await ask(replica, dialect, name, body(dialect, order))
-            _, second[name] = await replica.state.entries(name)
-            prompt = template.decode(second[name].prompt_token_ids)
-            assert (prompt.index("value-A") < prompt.index("value-B")) is (name == "called")
-            assert second[name].prefix.supplied
-            assert second[name].request.normalized == ()
-        assert second["called"].keys.turn_key != second["completed"].keys.turn_key
-
-    asyncio.run(run())
+    replica = Replica(template, scripter)
+    second = {}
+    for name, order in (("called", (0, 1)), ("completed", (1, 0))):
+        await ask(replica, dialect, name, body(dialect, None))
+        await ask(replica, dialect, name, body(dialect, order))
+        _, second[name] = await replica.state.entries(name)
+        prompt = template.decode(second[name].prompt_token_ids)
+        assert (prompt.index("value-A") < prompt.index("value-B")) is (name == "called")
+        assert second[name].prefix.supplied
+        assert second[name].request.normalized == ()
+    assert second["called"].keys.turn_key != second["completed"].keys.turn_key
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_schemas_and_arguments_keep_the_clients_order_and_lineage_compares_without_it(
+async def test_schemas_and_arguments_keep_the_clients_order_and_lineage_compares_without_it(
     template: HfChatTemplate, dialect: str
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        await ask(replica, dialect, "r1", body(dialect, None))
-        await ask(replica, dialect, "r1", body(dialect, (0, 1), REORDERED))
-        await ask(replica, dialect, "other", body(dialect, (0, 1)))
-        first, second = await replica.state.entries("r1")
-        assert second.parent == Continues(first.model_call_id, first.cum_len)
-        (whole,) = await replica.state.entries("other")
-        for entry in (first, whole):
-            prompt = template.decode(entry.prompt_token_ids)
-            assert '"parameters": ' + json.dumps(SCHEMA) in prompt, "as the template writes what the client sent"
-        echoed = template.decode(whole.prompt_token_ids).partition(ASK)[2]
-        assert echoed.index("z_reason") < echoed.index("a_answer")
-        arguments = [item["arguments"] for item in first.reply.output_items if item["type"] == "function_call"]
-        assert arguments == list(ARGUMENTS)
-
-    asyncio.run(run())
+    replica = Replica(template, scripter)
+    await ask(replica, dialect, "r1", body(dialect, None))
+    await ask(replica, dialect, "r1", body(dialect, (0, 1), REORDERED))
+    await ask(replica, dialect, "other", body(dialect, (0, 1)))
+    first, second = await replica.state.entries("r1")
+    assert second.parent == Continues(first.model_call_id, first.cum_len)
+    (whole,) = await replica.state.entries("other")
+    for entry in (first, whole):
+        prompt = template.decode(entry.prompt_token_ids)
+        assert '"parameters": ' + json.dumps(SCHEMA) in prompt, "as the template writes what the client sent"
+    echoed = template.decode(whole.prompt_token_ids).partition(ASK)[2]
+    assert echoed.index("z_reason") < echoed.index("a_answer")
+    arguments = [item["arguments"] for item in first.reply.output_items if item["type"] == "function_call"]
+    assert arguments == list(ARGUMENTS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -160,67 +159,55 @@ async def converse(replica: Replica, apis: Sequence[Api], *, rollout_id: str) ->
 
 
 @pytest.mark.parametrize("names", list(itertools.product(APIS, repeat=3)), ids="-".join)
-def test_a_conversation_goes_on_in_any_dialect(template: HfChatTemplate, names: tuple[str, ...]) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        await converse(replica, [APIS[name] for name in names], rollout_id="r1")
-        one, two, three = await replica.state.entries()
-        assert [entry.parent for entry in (one, two, three)] == [
-            Root(),
-            Continues(one.model_call_id, one.cum_len),
-            Continues(two.model_call_id, two.cum_len),
-        ]
-        assert [entry.prefix.supplied for entry in (one, two, three)] == [False, True, True]
-        np.testing.assert_array_equal(three.prompt_token_ids[: two.cum_len], two.cumulative_ids())
-
-    asyncio.run(run())
+async def test_a_conversation_goes_on_in_any_dialect(template: HfChatTemplate, names: tuple[str, ...]) -> None:
+    replica = Replica(template, scripter)
+    await converse(replica, [APIS[name] for name in names], rollout_id="r1")
+    one, two, three = await replica.state.entries()
+    assert [entry.parent for entry in (one, two, three)] == [
+        Root(),
+        Continues(one.model_call_id, one.cum_len),
+        Continues(two.model_call_id, two.cum_len),
+    ]
+    assert [entry.prefix.supplied for entry in (one, two, three)] == [False, True, True]
+    np.testing.assert_array_equal(three.prompt_token_ids[: two.cum_len], two.cumulative_ids())
 
 
 @pytest.mark.parametrize("prefix_supply", [True, False])
-def test_every_dialect_gives_the_same_ids(template: HfChatTemplate, prefix_supply: bool) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter, prefix_supply=prefix_supply)
-        for name, api in APIS.items():
-            await converse(replica, [api] * 3, rollout_id=name)
-        played = [await replica.state.entries(name) for name in APIS]
-        for alike in zip(*played, strict=True):
-            assert len({entry.digest for entry in alike}) == 1
-            assert len({entry.keys.turn_key for entry in alike}) == 1
-
-    asyncio.run(run())
+async def test_every_dialect_gives_the_same_ids(template: HfChatTemplate, prefix_supply: bool) -> None:
+    replica = Replica(template, scripter, prefix_supply=prefix_supply)
+    for name, api in APIS.items():
+        await converse(replica, [api] * 3, rollout_id=name)
+    played = [await replica.state.entries(name) for name in APIS]
+    for alike in zip(*played, strict=True):
+        assert len({entry.digest for entry in alike}) == 1
+        assert len({entry.keys.turn_key for entry in alike}) == 1
 
 
 @pytest.mark.parametrize("turns", [0, 1, 2])
-def test_counted_tokens_are_those_of_the_prompt(template: HfChatTemplate, turns: int) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        await converse(replica, [APIS["chat"]] * turns, rollout_id="r1")
-        past = [(number, [f"call_{number}_{n}" for n in range(len(TURNS[number].calls))]) for number in range(turns)]
-        body = messages_body(past)
-        before = (await replica.state.snapshot()).snapshot_id
-        counted = await replica.http.post("/ng-rollout/r1/v1/messages/count_tokens", json=body)
-        assert (await replica.state.snapshot()).snapshot_id == before
-        reply = await replica.http.post("/ng-rollout/r1/v1/messages", json=body)
-        last = (await replica.state.entries())[-1]
-        assert counted.json() == {"input_tokens": last.prompt_token_ids.size}
-        assert reply.status_code == 200
-        assert last.prefix.supplied is (turns > 0)
-
-    asyncio.run(run())
+async def test_counted_tokens_are_those_of_the_prompt(template: HfChatTemplate, turns: int) -> None:
+    replica = Replica(template, scripter)
+    await converse(replica, [APIS["chat"]] * turns, rollout_id="r1")
+    past = [(number, [f"call_{number}_{n}" for n in range(len(TURNS[number].calls))]) for number in range(turns)]
+    body = messages_body(past)
+    before = (await replica.state.snapshot()).snapshot_id
+    counted = await replica.http.post("/ng-rollout/r1/v1/messages/count_tokens", json=body)
+    assert (await replica.state.snapshot()).snapshot_id == before
+    reply = await replica.http.post("/ng-rollout/r1/v1/messages", json=body)
+    last = (await replica.state.entries())[-1]
+    assert counted.json() == {"input_tokens": last.prompt_token_ids.size}
+    assert reply.status_code == 200
+    assert last.prefix.supplied is (turns > 0)
 
 
-def test_models_are_listed_for_either_library(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        http, transport = replica.http, httpx2.ASGITransport(replica.app)
-        for base in ("http://gateway", "http://gateway/ng-rollout/r1"):
-            openai = AsyncOpenAI(base_url=f"{base}/v1", api_key="x", http_client=http)
-            assert [model.id for model in (await openai.models.list()).data] == ["policy"]
-            assert (await openai.models.retrieve("policy")).owned_by == "gym-capture"
-            other_http = httpx2.AsyncClient(transport=transport, base_url=base, trust_env=False)
-            anthropic = AsyncAnthropic(base_url=base, api_key="x", http_client=other_http)
-            assert [model.display_name async for model in anthropic.models.list()] == ["policy"]
-            assert (await http.head(base)).status_code == 200
-        assert (await http.get("/v1/models/gpt-9")).status_code == 404
-
-    asyncio.run(run())
+async def test_models_are_listed_for_either_library(template: HfChatTemplate) -> None:
+    replica = Replica(template, scripter)
+    http, transport = replica.http, httpx2.ASGITransport(replica.app)
+    for base in ("http://gateway", "http://gateway/ng-rollout/r1"):
+        openai = AsyncOpenAI(base_url=f"{base}/v1", api_key="x", http_client=http)
+        assert [model.id for model in (await openai.models.list()).data] == ["policy"]
+        assert (await openai.models.retrieve("policy")).owned_by == "gym-capture"
+        other_http = httpx2.AsyncClient(transport=transport, base_url=base, trust_env=False)
+        anthropic = AsyncAnthropic(base_url=base, api_key="x", http_client=other_http)
+        assert [model.display_name async for model in anthropic.models.list()] == ["policy"]
+        assert (await http.head(base)).status_code == 200
+    assert (await http.get("/v1/models/gpt-9")).status_code == 404

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,89 +67,71 @@ async def retried(directory: Path, *, a_sent: bool | None, b_sent: bool | None) 
     return played
 
 
-def test_BD_05_a_final_call_retried_because_its_reply_was_lost_is_settled(tmp_path: Path) -> None:
-    async def run() -> None:
-        built, resolution = await (await retried(tmp_path, a_sent=False, b_sent=True)).outcome()
-        assert isinstance(resolution, Resolved)
-        assert resolution.call_id == "b"
-        assert only(built).call_ids == ("first", "b")
-        assert excluded(built) == {"a": "retry_orphan"}
-        assert not built.masked
-
-    asyncio.run(run())
+async def test_BD_05_a_final_call_retried_because_its_reply_was_lost_is_settled(tmp_path: Path) -> None:
+    built, resolution = await (await retried(tmp_path, a_sent=False, b_sent=True)).outcome()
+    assert isinstance(resolution, Resolved)
+    assert resolution.call_id == "b"
+    assert only(built).call_ids == ("first", "b")
+    assert excluded(built) == {"a": "retry_orphan"}
+    assert not built.masked
 
 
 @pytest.mark.parametrize(("a_sent", "b_sent"), [(False, False), (False, None), (None, None)])
-def test_BD_05_silence_settles_nothing(tmp_path: Path, a_sent: bool | None, b_sent: bool | None) -> None:
+async def test_BD_05_silence_settles_nothing(tmp_path: Path, a_sent: bool | None, b_sent: bool | None) -> None:
     """A replica that dies between record and reply says nothing, and that is no proof of a delivery."""
 
-    async def run() -> None:
-        built, resolution = await (await retried(tmp_path, a_sent=a_sent, b_sent=b_sent)).outcome()
-        assert resolution == Unresolved("ambiguous")
-        assert built.mask_reasons == ("unresolved_retries",)
-        assert excluded(built) == {"a": "unresolved_retries", "b": "unresolved_retries"}
-
-    asyncio.run(run())
+    built, resolution = await (await retried(tmp_path, a_sent=a_sent, b_sent=b_sent)).outcome()
+    assert resolution == Unresolved("ambiguous")
+    assert built.mask_reasons == ("unresolved_retries",)
+    assert excluded(built) == {"a": "unresolved_retries", "b": "unresolved_retries"}
 
 
-def test_a_retry_after_a_replica_died_is_settled_by_its_own_delivery(tmp_path: Path) -> None:
+async def test_a_retry_after_a_replica_died_is_settled_by_its_own_delivery(tmp_path: Path) -> None:
     """The build needs one delivered try; lineage, which must know before it supplies a prefix, is stricter."""
 
-    async def run() -> None:
-        built, resolution = await (await retried(tmp_path, a_sent=None, b_sent=True)).outcome()
-        assert resolution == Unresolved("ambiguous")
-        assert only(built).call_ids == ("first", "b")
-        assert not built.masked
-
-    asyncio.run(run())
+    built, resolution = await (await retried(tmp_path, a_sent=None, b_sent=True)).outcome()
+    assert resolution == Unresolved("ambiguous")
+    assert only(built).call_ids == ("first", "b")
+    assert not built.masked
 
 
-def test_a_lost_reply_that_the_agent_went_on_from_was_used(tmp_path: Path) -> None:
+async def test_a_lost_reply_that_the_agent_went_on_from_was_used(tmp_path: Path) -> None:
     """All of its text had arrived, only its end was lost: what is echoed counts more than what was sent."""
 
-    async def run() -> None:
-        played = graph(tmp_path)
-        await played.answered(FIRST, [], sent=True)
-        await played.answered(TRY_A, ["k1"], sent=False)
-        resolution = await played.state.resolve("r1", SAME_WORDS)
-        assert isinstance(resolution, Resolved)
-        assert resolution.call_id == "a"
-        after = call("after", [1, 2, 3, 4, 5, 9, 7], [8], parent=Continues("a", 6), turn_key="k3")
-        await played.answered(after, SAME_WORDS, sent=True)
-        built, _ = await played.outcome()
-        assert only(built).call_ids == ("first", "a", "after")
-        assert not built.masked
-
-    asyncio.run(run())
+    played = graph(tmp_path)
+    await played.answered(FIRST, [], sent=True)
+    await played.answered(TRY_A, ["k1"], sent=False)
+    resolution = await played.state.resolve("r1", SAME_WORDS)
+    assert isinstance(resolution, Resolved)
+    assert resolution.call_id == "a"
+    after = call("after", [1, 2, 3, 4, 5, 9, 7], [8], parent=Continues("a", 6), turn_key="k3")
+    await played.answered(after, SAME_WORDS, sent=True)
+    built, _ = await played.outcome()
+    assert only(built).call_ids == ("first", "a", "after")
+    assert not built.masked
 
 
-def test_a_call_is_asked_for_its_delivery_only_if_it_may_be_a_retry(tmp_path: Path) -> None:
-    async def run() -> None:
-        played = graph(tmp_path)
-        assert not (await played.begin(FIRST, [])).may_be_retry
-        await played.answered(FIRST, [], sent=True)
-        assert (await played.begin(call("again", [1, 2], [4]), [])).may_be_retry, "another call without a parent"
-        await played.answered(TRY_A, ["k1"], sent=True)
-        assert (await played.begin(TRY_B, ["k1"])).may_be_retry
-        assert not (await played.begin(call("next", [1], [2]), SAME_WORDS)).may_be_retry
-        assert (await played.begin(call("same", [1], [2]), SAME_WORDS)).may_be_retry, "the other has no record yet"
-        unproven = call("rewritten", [1, 7], [8], parent=Unresolved("no_match"), turn_key="k9")
-        await played.answered(unproven, ["k8"], sent=True)
-        assert (await played.begin(call("next2", [1], [2]), SAME_WORDS)).may_be_retry, "its parent may be anything"
-
-    asyncio.run(run())
+async def test_a_call_is_asked_for_its_delivery_only_if_it_may_be_a_retry(tmp_path: Path) -> None:
+    played = graph(tmp_path)
+    assert not (await played.begin(FIRST, [])).may_be_retry
+    await played.answered(FIRST, [], sent=True)
+    assert (await played.begin(call("again", [1, 2], [4]), [])).may_be_retry, "another call without a parent"
+    await played.answered(TRY_A, ["k1"], sent=True)
+    assert (await played.begin(TRY_B, ["k1"])).may_be_retry
+    assert not (await played.begin(call("next", [1], [2]), SAME_WORDS)).may_be_retry
+    assert (await played.begin(call("same", [1], [2]), SAME_WORDS)).may_be_retry, "the other has no record yet"
+    unproven = call("rewritten", [1, 7], [8], parent=Unresolved("no_match"), turn_key="k9")
+    await played.answered(unproven, ["k8"], sent=True)
+    assert (await played.begin(call("next2", [1], [2]), SAME_WORDS)).may_be_retry, "its parent may be anything"
 
 
-def test_putting_a_marked_record_again_is_no_conflict(tmp_path: Path) -> None:
+async def test_putting_a_marked_record_again_is_no_conflict(tmp_path: Path) -> None:
     """Ray repeats a put over a restart; by then the record has its mark."""
 
-    async def run() -> None:
-        played = await retried(tmp_path, a_sent=False, b_sent=True)
-        before = await played.state.freeze("r1")
-        await played.actor.restart()
-        epoch = await played.state.write(Begin(intent("a")))
-        await played.state.write(Commit(TRY_A, epoch=epoch))
-        after = await played.state.freeze("r1")
-        assert (after.snapshot_id, after.problems, after.incomplete) == (before.snapshot_id, (), ())
-
-    asyncio.run(run())
+    played = await retried(tmp_path, a_sent=False, b_sent=True)
+    before = await played.state.freeze("r1")
+    await played.actor.restart()
+    epoch = await played.state.write(Begin(intent("a")))
+    await played.state.write(Commit(TRY_A, epoch=epoch))
+    after = await played.state.freeze("r1")
+    assert (after.snapshot_id, after.problems, after.incomplete) == (before.snapshot_id, (), ())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import replace
 from typing import Any
 
@@ -35,22 +34,19 @@ def test_routes_of_dialects_are_distinct_and_described() -> None:
         assert {schema["type"] for schema in (route.body, route.reply, route.error)} == {"object"}
 
 
-def test_a_dialect_that_is_listed_is_served_and_described(
+async def test_a_dialect_that_is_listed_is_served_and_described(
     monkeypatch: pytest.MonkeyPatch, template: HfChatTemplate
 ) -> None:
     monkeypatch.setattr(gateway, "DIALECTS", (*DIALECTS, ShoutingDialect()))
 
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        for prefix in ("", "/ng-rollout/r1"):
-            answered = await replica.http.post(f"{prefix}/v9/shout", json={"model": "policy", "messages": [USER]})
-            assert answered.json()["choices"][0]["message"]["role"] == "assistant"
-        refused: Any = await replica.http.post("/v9/shout", json={"model": "policy"})
-        assert (refused.status_code, refused.json()) == (400, {"shouted": True})
-        nowhere = await replica.http.get("/v9/shout")
-        assert (nowhere.status_code, nowhere.json()) == (405, {"shouted": True})
-        paths = replica.app.openapi()["paths"]
-        assert paths["/v9/shout"]["post"]["summary"] == "Shouting"
-        assert "recorded" in paths["/ng-rollout/{rollout_id}/v9/shout"]["post"]["summary"]
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN))
+    for prefix in ("", "/ng-rollout/r1"):
+        answered = await replica.http.post(f"{prefix}/v9/shout", json={"model": "policy", "messages": [USER]})
+        assert answered.json()["choices"][0]["message"]["role"] == "assistant"
+    refused: Any = await replica.http.post("/v9/shout", json={"model": "policy"})
+    assert (refused.status_code, refused.json()) == (400, {"shouted": True})
+    nowhere = await replica.http.get("/v9/shout")
+    assert (nowhere.status_code, nowhere.json()) == (405, {"shouted": True})
+    paths = replica.app.openapi()["paths"]
+    assert paths["/v9/shout"]["post"]["summary"] == "Shouting"
+    assert "recorded" in paths["/ng-rollout/{rollout_id}/v9/shout"]["post"]["summary"]

@@ -6,7 +6,6 @@ makes of it and sends back has to be continued from the ids that were sampled.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -64,23 +63,18 @@ async def messages_turn(
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_messages_turns_are_one_chain_of_ids(graph: Graph, stream: bool) -> None:
-    async def run() -> None:
-        rollout_id = f"messages-{stream}"
-        history: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
-        async with anthropic_client(graph, rollout_id) as client:
-            lengths = [
-                await messages_turn(client, history, stream=stream, forced=turn % 2 == 0) for turn in range(TURNS)
-            ]
-        snapshot = await graph.snapshot(rollout_id)
-        assert (snapshot.incomplete, snapshot.problems) == ((), ())
-        entries = whole(snapshot)
-        assert len(entries) == TURNS
-        check_chain(entries)
-        assert lengths == [(entry.prompt_len, entry.prompt_len) for entry in entries]
-        assert {entry.request.requested_model for entry in entries} == {"claude-haiku"}
-
-    asyncio.run(run())
+async def test_messages_turns_are_one_chain_of_ids(graph: Graph, stream: bool) -> None:
+    rollout_id = f"messages-{stream}"
+    history: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
+    async with anthropic_client(graph, rollout_id) as client:
+        lengths = [await messages_turn(client, history, stream=stream, forced=turn % 2 == 0) for turn in range(TURNS)]
+    snapshot = await graph.snapshot(rollout_id)
+    assert (snapshot.incomplete, snapshot.problems) == ((), ())
+    entries = whole(snapshot)
+    assert len(entries) == TURNS
+    check_chain(entries)
+    assert lengths == [(entry.prompt_len, entry.prompt_len) for entry in entries]
+    assert {entry.request.requested_model for entry in entries} == {"claude-haiku"}
 
 
 async def responses_turn(client: AsyncOpenAI, history: list[dict[str, Any]], *, stream: bool, forced: bool) -> None:
@@ -114,47 +108,38 @@ async def responses_turn(client: AsyncOpenAI, history: list[dict[str, Any]], *, 
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_responses_turns_are_one_chain_of_ids(graph: Graph, stream: bool) -> None:
-    async def run() -> None:
-        rollout_id = f"responses-{stream}"
-        history: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
-        async with graph.client(rollout_id) as client:
-            for turn in range(TURNS):
-                await responses_turn(client, history, stream=stream, forced=turn % 2 == 0)
-        snapshot = await graph.snapshot(rollout_id)
-        assert (snapshot.incomplete, snapshot.problems) == ((), ())
-        entries = whole(snapshot)
-        assert len(entries) == TURNS
-        check_chain(entries)
-
-    asyncio.run(run())
+async def test_responses_turns_are_one_chain_of_ids(graph: Graph, stream: bool) -> None:
+    rollout_id = f"responses-{stream}"
+    history: list[dict[str, Any]] = [{"role": "user", "content": "What is the weather?"}]
+    async with graph.client(rollout_id) as client:
+        for turn in range(TURNS):
+            await responses_turn(client, history, stream=stream, forced=turn % 2 == 0)
+    snapshot = await graph.snapshot(rollout_id)
+    assert (snapshot.incomplete, snapshot.problems) == ((), ())
+    entries = whole(snapshot)
+    assert len(entries) == TURNS
+    check_chain(entries)
 
 
-def test_completions_go_on_from_text_as_it_is(graph: Graph) -> None:
-    async def run() -> None:
-        async with graph.client("completions") as client:
-            reply = await client.completions.create(model="policy", prompt="Once <|im_end|> upon", max_tokens=8)
-            assert reply.usage is not None
-        (entry,) = whole(await graph.snapshot("completions"))
-        assert entry.prompt_len == reply.usage.prompt_tokens
-        # The control token's spelling stays text.
-        assert 2 not in entry.prompt_token_ids
-
-    asyncio.run(run())
+async def test_completions_go_on_from_text_as_it_is(graph: Graph) -> None:
+    async with graph.client("completions") as client:
+        reply = await client.completions.create(model="policy", prompt="Once <|im_end|> upon", max_tokens=8)
+        assert reply.usage is not None
+    (entry,) = whole(await graph.snapshot("completions"))
+    assert entry.prompt_len == reply.usage.prompt_tokens
+    # The control token's spelling stays text.
+    assert 2 not in entry.prompt_token_ids
 
 
-def test_a_client_that_leaves_ends_its_call(graph: Graph) -> None:
-    async def run() -> None:
-        async with graph.client("leaver") as client:
-            fields: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Go on."}]}
-            stream = await client.chat.completions.create(**fields, stream=True, max_tokens=3000)
-            async for _ in stream:
-                break
-            await stream.close()
-        snapshot = await graph.snapshot("leaver")
-        (entry,) = snapshot.entries
-        assert entry.reply.finish_reason == "abort"
-        # Not what the limit allowed: half a minute of generation, or more.
-        assert entry.generation_token_ids.size < 1500
-
-    asyncio.run(run())
+async def test_a_client_that_leaves_ends_its_call(graph: Graph) -> None:
+    async with graph.client("leaver") as client:
+        fields: dict[str, Any] = {"model": "policy", "messages": [{"role": "user", "content": "Go on."}]}
+        stream = await client.chat.completions.create(**fields, stream=True, max_tokens=3000)
+        async for _ in stream:
+            break
+        await stream.close()
+    snapshot = await graph.snapshot("leaver")
+    (entry,) = snapshot.entries
+    assert entry.reply.finish_reason == "abort"
+    # Not what the limit allowed: half a minute of generation, or more.
+    assert entry.generation_token_ids.size < 1500

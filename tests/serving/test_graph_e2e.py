@@ -92,133 +92,116 @@ def check_chain(entries: list[TokenEntry]) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-def test_turns_with_tools_are_one_chain_of_ids(graph: Graph, template: HfChatTemplate, stream: bool) -> None:
+async def test_turns_with_tools_are_one_chain_of_ids(graph: Graph, template: HfChatTemplate, stream: bool) -> None:
     no_blanks = without_blanks(template)
 
-    async def run() -> None:
-        rollout_id = f"tools-{stream}"
-        messages: list[dict[str, Any]] = [
-            {"role": "system", "content": "You are terse."},
-            {"role": "user", "content": "What is the weather?"},
-        ]
-        replies = []
-        async with graph.client(rollout_id) as client:
-            for turn in range(5):
-                choice = ("required", "none", {"type": "function", "function": {"name": "get_weather"}})[turn % 3]
-                reply = await ask(
-                    client,
-                    messages,
-                    stream=stream,
-                    tools=[WEATHER],
-                    tool_choice=choice,
-                    max_tokens=256,
-                    temperature=0.2,
-                    logit_bias=no_blanks,
-                )
-                replies.append(reply)
-                calls = reply["message"].get("tool_calls", ())
-                # How many calls a list has is the model's choice, so one may be cut off; a named one is always whole.
-                assert bool(calls) == (choice != "none") or (
-                    choice == "required" and reply["finish_reason"] == "length"
-                )
-                messages.append(reply["message"])
-                messages += [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
-                messages.append({"role": "user", "content": "And now?"})
-        snapshot = await graph.snapshot(rollout_id)
-        assert (snapshot.incomplete, snapshot.problems) == ((), ())
-        entries = whole(snapshot)
-        assert [entry.model_call_id for entry in entries] == [reply["id"] for reply in replies]
-        check_chain(entries)
-        for entry, reply in zip(entries, replies, strict=True):
-            usage = reply["usage"]
-            assert (usage.prompt_tokens, usage.completion_tokens) == (
-                entry.prompt_len,
-                entry.generation_token_ids.size,
+    rollout_id = f"tools-{stream}"
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You are terse."},
+        {"role": "user", "content": "What is the weather?"},
+    ]
+    replies = []
+    async with graph.client(rollout_id) as client:
+        for turn in range(5):
+            choice = ("required", "none", {"type": "function", "function": {"name": "get_weather"}})[turn % 3]
+            reply = await ask(
+                client,
+                messages,
+                stream=stream,
+                tools=[WEATHER],
+                tool_choice=choice,
+                max_tokens=256,
+                temperature=0.2,
+                logit_bias=no_blanks,
             )
-            arguments = [item["arguments"] for item in entry.reply.output_items if item["type"] == "function_call"]
+            replies.append(reply)
             calls = reply["message"].get("tool_calls", ())
-            assert arguments == [call["function"]["arguments"] for call in calls]
-            assert entry.request.has_tools
-
-    asyncio.run(run())
-
-
-def test_rollouts_at_the_same_time_do_not_mix(graph: Graph, template: HfChatTemplate) -> None:
-    async def run() -> None:
-        async def attempt(number: int) -> None:
-            messages = [{"role": "user", "content": f"I am number {number}."}]
-            async with graph.client(f"many-{number}") as client:
-                for _ in range(3):
-                    reply = await ask(client, messages, stream=number % 2 == 0)
-                    messages += [reply["message"], {"role": "user", "content": f"Still number {number}."}]
-
-        await asyncio.gather(*(attempt(number) for number in range(16)))
-        for number in range(16):
-            entries = whole(await graph.snapshot(f"many-{number}"))
-            assert len(entries) == 3
-            check_chain(entries)
-            text = template.decode(entries[-1].prompt_token_ids)
-            assert text.count(f"I am number {number}.") == 1
-            assert text.count(f"Still number {number}.") == 2
-            assert text.count("I am number ") == 1
-
-    asyncio.run(run())
+            # How many calls a list has is the model's choice, so one may be cut off; a named one is always whole.
+            assert bool(calls) == (choice != "none") or (choice == "required" and reply["finish_reason"] == "length")
+            messages.append(reply["message"])
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
+            messages.append({"role": "user", "content": "And now?"})
+    snapshot = await graph.snapshot(rollout_id)
+    assert (snapshot.incomplete, snapshot.problems) == ((), ())
+    entries = whole(snapshot)
+    assert [entry.model_call_id for entry in entries] == [reply["id"] for reply in replies]
+    check_chain(entries)
+    for entry, reply in zip(entries, replies, strict=True):
+        usage = reply["usage"]
+        assert (usage.prompt_tokens, usage.completion_tokens) == (
+            entry.prompt_len,
+            entry.generation_token_ids.size,
+        )
+        arguments = [item["arguments"] for item in entry.reply.output_items if item["type"] == "function_call"]
+        calls = reply["message"].get("tool_calls", ())
+        assert arguments == [call["function"]["arguments"] for call in calls]
+        assert entry.request.has_tools
 
 
-def test_killed_state_actors_lose_nothing(graph: Graph) -> None:
-    async def run() -> None:
-        messages = [{"role": "user", "content": "Remember this."}]
-        async with graph.client("killed") as client:
-            reply = await ask(client, messages, stream=False)
-            messages += [reply["message"], {"role": "user", "content": "Go on."}]
-            assert graph.kill_state_actors() == 2
-            again = await ask(client, messages, stream=True)
-            messages += [again["message"], {"role": "user", "content": "And on."}]
-            await ask(client, messages, stream=False)
-        snapshot = await graph.snapshot("killed")
-        assert (snapshot.incomplete, snapshot.problems) == ((), ())
-        entries = whole(snapshot)
+async def test_rollouts_at_the_same_time_do_not_mix(graph: Graph, template: HfChatTemplate) -> None:
+    async def attempt(number: int) -> None:
+        messages = [{"role": "user", "content": f"I am number {number}."}]
+        async with graph.client(f"many-{number}") as client:
+            for _ in range(3):
+                reply = await ask(client, messages, stream=number % 2 == 0)
+                messages += [reply["message"], {"role": "user", "content": f"Still number {number}."}]
+
+    await asyncio.gather(*(attempt(number) for number in range(16)))
+    for number in range(16):
+        entries = whole(await graph.snapshot(f"many-{number}"))
         assert len(entries) == 3
         check_chain(entries)
-
-    asyncio.run(run())
-
-
-def test_clients_that_go_away_leave_aborted_calls_and_a_free_engine(graph: Graph) -> None:
-    async def run() -> None:
-        limit = 3000
-
-        async def leave(number: int) -> None:
-            async with graph.client(f"gone-{number}") as client:
-                create: Any = client.chat.completions.create
-                messages = [{"role": "user", "content": "Talk."}]
-                reply = await create(model="policy", messages=messages, max_tokens=limit, stream=True)
-                await anext(aiter(reply))
-                await reply.close()
-
-        await asyncio.gather(*(leave(number) for number in range(8)))
-        for number in range(8):
-            (entry,) = whole(await graph.snapshot(f"gone-{number}"))
-            assert entry.reply.finish_reason == "abort"
-            assert 0 < entry.generation_token_ids.size < limit
-
-    asyncio.run(run())
+        text = template.decode(entries[-1].prompt_token_ids)
+        assert text.count(f"I am number {number}.") == 1
+        assert text.count(f"Still number {number}.") == 2
+        assert text.count("I am number ") == 1
 
 
-def test_log_probs_are_of_the_sampled_ids(graph: Graph) -> None:
-    async def run() -> None:
-        async with graph.client("shown") as client:
-            reply: Any = await client.chat.completions.create(
-                model="any-name",
-                messages=[{"role": "user", "content": "Say something."}],
-                max_tokens=8,
-                logprobs=True,
-                top_logprobs=3,
-            )
-        (entry,) = whole(await graph.snapshot("shown"))
-        shown = reply.choices[0].logprobs.content
-        assert [token.logprob for token in shown] == pytest.approx(entry.generation_log_probs.tolist(), abs=1e-6)
-        assert all(len(token.top_logprobs) == 3 for token in shown)
-        assert (entry.policy.model, entry.request.requested_model, reply.model) == ("policy", "any-name", "any-name")
+async def test_killed_state_actors_lose_nothing(graph: Graph) -> None:
+    messages = [{"role": "user", "content": "Remember this."}]
+    async with graph.client("killed") as client:
+        reply = await ask(client, messages, stream=False)
+        messages += [reply["message"], {"role": "user", "content": "Go on."}]
+        assert graph.kill_state_actors() == 2
+        again = await ask(client, messages, stream=True)
+        messages += [again["message"], {"role": "user", "content": "And on."}]
+        await ask(client, messages, stream=False)
+    snapshot = await graph.snapshot("killed")
+    assert (snapshot.incomplete, snapshot.problems) == ((), ())
+    entries = whole(snapshot)
+    assert len(entries) == 3
+    check_chain(entries)
 
-    asyncio.run(run())
+
+async def test_clients_that_go_away_leave_aborted_calls_and_a_free_engine(graph: Graph) -> None:
+    limit = 3000
+
+    async def leave(number: int) -> None:
+        async with graph.client(f"gone-{number}") as client:
+            create: Any = client.chat.completions.create
+            messages = [{"role": "user", "content": "Talk."}]
+            reply = await create(model="policy", messages=messages, max_tokens=limit, stream=True)
+            await anext(aiter(reply))
+            await reply.close()
+
+    await asyncio.gather(*(leave(number) for number in range(8)))
+    for number in range(8):
+        (entry,) = whole(await graph.snapshot(f"gone-{number}"))
+        assert entry.reply.finish_reason == "abort"
+        assert 0 < entry.generation_token_ids.size < limit
+
+
+async def test_log_probs_are_of_the_sampled_ids(graph: Graph) -> None:
+    async with graph.client("shown") as client:
+        reply: Any = await client.chat.completions.create(
+            model="any-name",
+            messages=[{"role": "user", "content": "Say something."}],
+            max_tokens=8,
+            logprobs=True,
+            top_logprobs=3,
+        )
+    (entry,) = whole(await graph.snapshot("shown"))
+    shown = reply.choices[0].logprobs.content
+    assert [token.logprob for token in shown] == pytest.approx(entry.generation_log_probs.tolist(), abs=1e-6)
+    assert all(len(token.top_logprobs) == 3 for token in shown)
+    assert (entry.policy.model, entry.request.requested_model, reply.model) == ("policy", "any-name", "any-name")

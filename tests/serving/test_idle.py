@@ -58,41 +58,35 @@ def test_nothing_is_idle_where_there_is_nothing() -> None:
     assert (IdleTimes([]).longest_s(), IdleTimes([]).idle(0)) == (0.0, [])
 
 
-def test_what_is_given_up_is_counted_and_refuses_late_writers(tmp_path: Path) -> None:
-    async def run() -> None:
-        actor = LocalActor(lambda: shard(tmp_path))
-        state = client_of(actor)
-        await play(state, "r1", calls=2)
-        epoch = await state.write(Begin(intent("late", "r2")))
-        assert await actor.shard.retire_idle(3_600.0) == []
-        assert await actor.shard.retire_idle(0.0) == ["r1", "r2"]
-        stats = await state.stats()
-        assert (stats.idle_retired, stats.live_rollouts, stats.lineage_rollouts, stats.longest_idle_s) == (2, 0, 0, 0)
-        with pytest.raises(RetiredRolloutError):
-            await state.write(Commit(call("late", [1], [2], parent=Root(), rollout_id="r2"), epoch=epoch))
-        with pytest.raises(RetiredRolloutError):
-            await state.write(Begin(intent("next", "r1")))
-        await state.write(Clear("r1"))
+async def test_what_is_given_up_is_counted_and_refuses_late_writers(tmp_path: Path) -> None:
+    actor = LocalActor(lambda: shard(tmp_path))
+    state = client_of(actor)
+    await play(state, "r1", calls=2)
+    epoch = await state.write(Begin(intent("late", "r2")))
+    assert await actor.shard.retire_idle(3_600.0) == []
+    assert await actor.shard.retire_idle(0.0) == ["r1", "r2"]
+    stats = await state.stats()
+    assert (stats.idle_retired, stats.live_rollouts, stats.lineage_rollouts, stats.longest_idle_s) == (2, 0, 0, 0)
+    with pytest.raises(RetiredRolloutError):
+        await state.write(Commit(call("late", [1], [2], parent=Root(), rollout_id="r2"), epoch=epoch))
+    with pytest.raises(RetiredRolloutError):
         await state.write(Begin(intent("next", "r1")))
+    await state.write(Clear("r1"))
+    await state.write(Begin(intent("next", "r1")))
 
-        await actor.restart()
-        assert await state.rollout_ids() == ["r1"]
-        assert await actor.shard.retire_idle(0.0) == ["r1"]
-
-    asyncio.run(run())
+    await actor.restart()
+    assert await state.rollout_ids() == ["r1"]
+    assert await actor.shard.retire_idle(0.0) == ["r1"]
 
 
-def test_an_actor_looks_for_them_by_itself_only_if_it_is_told_to(tmp_path: Path) -> None:
-    async def run() -> None:
-        Watched.DROPPED = asyncio.Event()
-        limited = LocalActor(lambda: shard(tmp_path, store=f"{__name__}:Watched.open", max_idle_s=0.01))
-        await client_of(limited).write(Begin(intent("a")))
-        async with asyncio.timeout(30):
-            await Watched.DROPPED.wait()
-        await limited.shard.close()
+async def test_an_actor_looks_for_them_by_itself_only_if_it_is_told_to(tmp_path: Path) -> None:
+    Watched.DROPPED = asyncio.Event()
+    limited = LocalActor(lambda: shard(tmp_path, store=f"{__name__}:Watched.open", max_idle_s=0.01))
+    await client_of(limited).write(Begin(intent("a")))
+    async with asyncio.timeout(30):
+        await Watched.DROPPED.wait()
+    await limited.shard.close()
 
-        unlimited = shard(tmp_path / "unlimited")
-        await unlimited.rollout_ids()
-        assert unlimited._tasks == []
-
-    asyncio.run(run())
+    unlimited = shard(tmp_path / "unlimited")
+    await unlimited.rollout_ids()
+    assert unlimited._tasks == []

@@ -108,20 +108,19 @@ async def graph(template: HfChatTemplate, directory: Path) -> AsyncIterator[Grap
     await actor.shard.close()
 
 
-def test_a_lost_call_whose_retry_the_agent_went_on_from_masks_nothing(template: HfChatTemplate, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with graph(template, tmp_path) as played:
-            lost = await played.lose(USER)
-            first = await played.chat(USER)
-            await played.chat(USER, first, NEXT)
-            built = await played.built()
-            assert built.mask_reasons == ()
-            assert [(call.call_id, call.reason) for call in built.excluded] == [(lost, "lost_try")]
-            (trajectory,) = built.trajectories
-            assert len(trajectory.call_ids) == 2
-            assert (built.counts.lost_tries, built.counts.delivered_fraction) == (1, 1.0)
-
-    asyncio.run(run())
+async def test_a_lost_call_whose_retry_the_agent_went_on_from_masks_nothing(
+    template: HfChatTemplate, tmp_path: Path
+) -> None:
+    async with graph(template, tmp_path) as played:
+        lost = await played.lose(USER)
+        first = await played.chat(USER)
+        await played.chat(USER, first, NEXT)
+        built = await played.built()
+        assert built.mask_reasons == ()
+        assert [(call.call_id, call.reason) for call in built.excluded] == [(lost, "lost_try")]
+        (trajectory,) = built.trajectories
+        assert len(trajectory.call_ids) == 2
+        assert (built.counts.lost_tries, built.counts.delivered_fraction) == (1, 1.0)
 
 
 def test_the_retry_of_a_lost_final_call_masks_nothing_once_it_was_delivered(
@@ -144,26 +143,22 @@ def test_the_retry_of_a_lost_final_call_masks_nothing_once_it_was_delivered(
     asyncio.run(run(restart=True))
 
 
-def test_a_lost_call_that_was_not_tried_again_masks(template: HfChatTemplate, tmp_path: Path) -> None:
-    async def run() -> None:
-        async with graph(template, tmp_path) as played:
-            first = await played.chat(USER)
-            lost = await played.lose(USER, first, NEXT)
-            await played.chat(USER, first, NEXT, temperature=0.5)
-            assert (await played.built()).mask_reasons == (f"dangling_intent:{lost}",)
-
-    asyncio.run(run())
+async def test_a_lost_call_that_was_not_tried_again_masks(template: HfChatTemplate, tmp_path: Path) -> None:
+    async with graph(template, tmp_path) as played:
+        first = await played.chat(USER)
+        lost = await played.lose(USER, first, NEXT)
+        await played.chat(USER, first, NEXT, temperature=0.5)
+        assert (await played.built()).mask_reasons == (f"dangling_intent:{lost}",)
 
 
-def test_a_request_that_goes_on_from_what_the_lost_call_said_masks(template: HfChatTemplate, tmp_path: Path) -> None:
+async def test_a_request_that_goes_on_from_what_the_lost_call_said_masks(
+    template: HfChatTemplate, tmp_path: Path
+) -> None:
     """The agent sampled twice, and used both: one reply was served although nothing could be recorded of it."""
 
-    async def run() -> None:
-        async with graph(template, tmp_path) as played:
-            lost = await played.lose(USER)
-            first = await played.chat(USER)
-            await played.chat(USER, first, NEXT)
-            await played.chat(USER, {"role": "assistant", "content": f"I am {lost}"}, NEXT)
-            assert (await played.built()).mask_reasons == (f"dangling_intent:{lost}",)
-
-    asyncio.run(run())
+    async with graph(template, tmp_path) as played:
+        lost = await played.lose(USER)
+        first = await played.chat(USER)
+        await played.chat(USER, first, NEXT)
+        await played.chat(USER, {"role": "assistant", "content": f"I am {lost}"}, NEXT)
+        assert (await played.built()).mask_reasons == (f"dangling_intent:{lost}",)

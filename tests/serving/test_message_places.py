@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, Final
 
 import pytest
@@ -50,7 +49,7 @@ def said(role: str, text: str) -> dict[str, Any]:
     ],
 )
 @pytest.mark.parametrize("dialect", PATHS)
-def test_late_messages_reach_the_policy_by_rules_that_are_on_record(
+async def test_late_messages_reach_the_policy_by_rules_that_are_on_record(
     dialect: str, name: str, first: tuple[str, ...], rules: tuple[str, ...]
 ) -> None:
     template = on_made_tokenizer_once(name)
@@ -60,36 +59,30 @@ def test_late_messages_reach_the_policy_by_rules_that_are_on_record(
     def scripter(call: EngineCall) -> Script:
         return Script(steps=[Step(token_ids=ids, text=SAID)])
 
-    async def run() -> None:
-        replica = Replica(template, scripter)
-        history = [said("system", "Rule one."), said("user", "hi")]
-        for more in ([], [said("assistant", SAID), said("user", "on"), said(late, "Rule two.")]):
-            history += more
-            response = await replica.http.post(f"/ng-rollout/r1/v1/{PATHS[dialect]}", json=body(dialect, *history))
-            assert response.status_code == 200, response.text
-        one, two = await replica.state.entries()
-        assert two.parent == Continues(one.model_call_id, one.cum_len)
-        prompt = template.decode(two.prompt_token_ids)
-        assert prompt.index("Rule one.") < prompt.index(SAID) < prompt.index("Rule two.")
-        assert one.request.normalized == first
-        assert [rule for rule in two.request.normalized if rule != "developer_as_system"] == list(rules)
-        assert ("developer_as_system" in two.request.normalized) is (late == "developer")
-
-    asyncio.run(run())
+    replica = Replica(template, scripter)
+    history = [said("system", "Rule one."), said("user", "hi")]
+    for more in ([], [said("assistant", SAID), said("user", "on"), said(late, "Rule two.")]):
+        history += more
+        response = await replica.http.post(f"/ng-rollout/r1/v1/{PATHS[dialect]}", json=body(dialect, *history))
+        assert response.status_code == 200, response.text
+    one, two = await replica.state.entries()
+    assert two.parent == Continues(one.model_call_id, one.cum_len)
+    prompt = template.decode(two.prompt_token_ids)
+    assert prompt.index("Rule one.") < prompt.index(SAID) < prompt.index("Rule two.")
+    assert one.request.normalized == first
+    assert [rule for rule in two.request.normalized if rule != "developer_as_system"] == list(rules)
+    assert ("developer_as_system" in two.request.normalized) is (late == "developer")
 
 
 @pytest.mark.parametrize("dialect", PATHS)
-def test_a_result_that_the_template_does_not_write_is_a_400(dialect: str) -> None:
+async def test_a_result_that_the_template_does_not_write_is_a_400(dialect: str) -> None:
     template = on_made_tokenizer_once("phi3")
 
-    async def run() -> None:
-        replica = Replica(template, lambda call: Script(steps=[Step(token_ids=[5], text="x")]))
-        sent = body(dialect, said("user", "hi"), *RESULT[dialect])
-        response = await replica.http.post(f"/ng-rollout/r1/v1/{PATHS[dialect]}", json=sent)
-        assert response.status_code == 400
-        assert "does not write tool results" in response.json()["error"]["message"]
-        snapshot = await replica.state.snapshot()
-        assert (snapshot.entries, snapshot.incomplete) == ((), ())
-        assert replica.engine.calls == []
-
-    asyncio.run(run())
+    replica = Replica(template, lambda call: Script(steps=[Step(token_ids=[5], text="x")]))
+    sent = body(dialect, said("user", "hi"), *RESULT[dialect])
+    response = await replica.http.post(f"/ng-rollout/r1/v1/{PATHS[dialect]}", json=sent)
+    assert response.status_code == 400
+    assert "does not write tool results" in response.json()["error"]["message"]
+    snapshot = await replica.state.snapshot()
+    assert (snapshot.entries, snapshot.incomplete) == ((), ())
+    assert replica.engine.calls == []

@@ -31,52 +31,43 @@ from tests.serving.replica import PLAIN, STOP, USER, Replica, always, chat_body,
         (b'{"model": "policy", "messages": [{"role": "user", "content": "x"}], "n": 2}', "n"),
     ],
 )
-def test_a_bad_body_is_named_and_leaves_nothing(template: HfChatTemplate, body: bytes, param: str | None) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        response = await replica.http.post(chat_path("r1"), content=body)
-        assert response.status_code == 400
-        assert response.json()["error"]["param"] == param
-        assert await replica.state.store.rollout_ids() == []
-        assert replica.engine.calls == []
-
-    asyncio.run(run())
+async def test_a_bad_body_is_named_and_leaves_nothing(template: HfChatTemplate, body: bytes, param: str | None) -> None:
+    replica = Replica(template, always(PLAIN))
+    response = await replica.http.post(chat_path("r1"), content=body)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+    assert await replica.state.store.rollout_ids() == []
+    assert replica.engine.calls == []
 
 
-def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64)
-        for stream in (False, True):
-            response = await replica.chat({"role": "user", "content": "word " * 100}, stream=stream)
-            assert response.status_code == 400
-            assert response.json()["error"]["code"] == "context_length_exceeded"
-        snapshot = await replica.state.snapshot()
-        assert (snapshot.entries, snapshot.incomplete) == ((), ())
-        assert replica.engine.calls == []
-
-    asyncio.run(run())
-
-
-def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
-    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64, longest_token=10)
-        assert (await replica.chat({"role": "user", "content": " " * 1280})).status_code == 200
-        monkeypatch.setattr(template, "render", None)  # a call of it would be a 500
-        response = await replica.chat({"role": "user", "content": " " * 1281})
+async def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template: HfChatTemplate) -> None:
+    replica = Replica(template, always(PLAIN), max_model_len=64)
+    for stream in (False, True):
+        response = await replica.chat({"role": "user", "content": "word " * 100}, stream=stream)
         assert response.status_code == 400
         assert response.json()["error"]["code"] == "context_length_exceeded"
-        assert "at least 65 tokens" in response.json()["error"]["message"]
-        counted = await replica.http.post(
-            "/ng-rollout/r1/v1/messages/count_tokens",
-            json={"model": "policy", "messages": [{"role": "user", "content": " " * 1281}]},
-        )
-        assert counted.status_code == 400
-        assert counted.json()["error"]["message"] == "prompt is too long: at least 65 tokens > 63 maximum"
-        assert len((await replica.state.snapshot()).entries) == 1
+    snapshot = await replica.state.snapshot()
+    assert (snapshot.entries, snapshot.incomplete) == ((), ())
+    assert replica.engine.calls == []
 
-    asyncio.run(run())
+
+async def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
+    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica = Replica(template, always(PLAIN), max_model_len=64, longest_token=10)
+    assert (await replica.chat({"role": "user", "content": " " * 1280})).status_code == 200
+    monkeypatch.setattr(template, "render", None)  # a call of it would be a 500
+    response = await replica.chat({"role": "user", "content": " " * 1281})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+    assert "at least 65 tokens" in response.json()["error"]["message"]
+    counted = await replica.http.post(
+        "/ng-rollout/r1/v1/messages/count_tokens",
+        json={"model": "policy", "messages": [{"role": "user", "content": " " * 1281}]},
+    )
+    assert counted.status_code == 400
+    assert counted.json()["error"]["message"] == "prompt is too long: at least 65 tokens > 63 maximum"
+    assert len((await replica.state.snapshot()).entries) == 1
 
 
 @pytest.mark.parametrize(
@@ -87,17 +78,14 @@ def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
         ({"logit_bias": {str(n): 1 for n in range(50_001)}}, "logit_bias has more than 50,000"),
     ],
 )
-def test_what_would_hold_up_everybody_else_is_refused_early(
+async def test_what_would_hold_up_everybody_else_is_refused_early(
     template: HfChatTemplate, body: dict[str, Any], named: str
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64)
-        response = await replica.http.post(chat_path("r1"), json={**chat_body(USER), **body})
-        assert response.status_code == 400
-        assert named in response.json()["error"]["message"]
-        assert await replica.state.store.rollout_ids() == []
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN), max_model_len=64)
+    response = await replica.http.post(chat_path("r1"), json={**chat_body(USER), **body})
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
+    assert await replica.state.store.rollout_ids() == []
 
 
 @pytest.mark.parametrize(
@@ -109,50 +97,38 @@ def test_what_would_hold_up_everybody_else_is_refused_early(
     ],
     ids=["gzip", "UTF-16", "NaN"],
 )
-def test_bodies_that_are_no_json_in_utf_8_are_refused(
+async def test_bodies_that_are_no_json_in_utf_8_are_refused(
     template: HfChatTemplate, content: bytes, headers: dict[str, str], named: str
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        response = await replica.http.post(chat_path("r1"), content=content, headers=headers)
-        assert response.status_code == 400
-        assert named in response.json()["error"]["message"]
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN))
+    response = await replica.http.post(chat_path("r1"), content=content, headers=headers)
+    assert response.status_code == 400
+    assert named in response.json()["error"]["message"]
 
 
-def test_another_method_is_told_which_one_there_is(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        response = await Replica(template, always(PLAIN)).http.get(chat_path("r1"))
-        assert (response.status_code, response.headers["allow"]) == (405, "POST")
-
-    asyncio.run(run())
+async def test_another_method_is_told_which_one_there_is(template: HfChatTemplate) -> None:
+    response = await Replica(template, always(PLAIN)).http.get(chat_path("r1"))
+    assert (response.status_code, response.headers["allow"]) == (405, "POST")
 
 
-def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), max_model_len=64)
-        await replica.chat(USER, max_tokens=1000)
-        (call,) = replica.engine.calls
-        assert call.max_tokens == 64 - call.prompt_ids.size
-        (entry,) = await replica.state.entries()
-        assert entry.request.max_tokens == 1000
-
-    asyncio.run(run())
+async def test_generation_is_limited_to_the_room_behind_the_prompt(template: HfChatTemplate) -> None:
+    replica = Replica(template, always(PLAIN), max_model_len=64)
+    await replica.chat(USER, max_tokens=1000)
+    (call,) = replica.engine.calls
+    assert call.max_tokens == 64 - call.prompt_ids.size
+    (entry,) = await replica.state.entries()
+    assert entry.request.max_tokens == 1000
 
 
-def test_without_a_rollout_the_model_must_exist_and_nothing_is_recorded(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        unknown = await replica.chat(USER, rollout_id=None, model="gpt-9")
-        assert unknown.status_code == 404
-        assert unknown.json()["error"]["code"] == "model_not_found"
-        assert (await replica.chat(USER, rollout_id=None)).status_code == 200
-        assert await replica.state.store.rollout_ids() == []
-        listed = (await replica.http.get("/ng-rollout/r1/v1/models")).json()["data"]
-        assert [(model["id"], model["max_model_len"]) for model in listed] == [("policy", 4096)]
-
-    asyncio.run(run())
+async def test_without_a_rollout_the_model_must_exist_and_nothing_is_recorded(template: HfChatTemplate) -> None:
+    replica = Replica(template, always(PLAIN))
+    unknown = await replica.chat(USER, rollout_id=None, model="gpt-9")
+    assert unknown.status_code == 404
+    assert unknown.json()["error"]["code"] == "model_not_found"
+    assert (await replica.chat(USER, rollout_id=None)).status_code == 200
+    assert await replica.state.store.rollout_ids() == []
+    listed = (await replica.http.get("/ng-rollout/r1/v1/models")).json()["data"]
+    assert [(model["id"], model["max_model_len"]) for model in listed] == [("policy", 4096)]
 
 
 @pytest.mark.parametrize(
@@ -169,26 +145,23 @@ def test_without_a_rollout_the_model_must_exist_and_nothing_is_recorded(template
         ("A_b-1.2", True),
     ],
 )
-def test_SE_01_rollout_ids_are_checked_before_they_name_anything(
+async def test_SE_01_rollout_ids_are_checked_before_they_name_anything(
     template: HfChatTemplate, rollout_id: str, served: bool
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        async with listening(replica.app) as client:
-            response = await client.post(chat_path(rollout_id), json=chat_body(USER))
-        if served:
-            assert response.status_code == 200
-            assert await replica.state.store.rollout_ids() == [rollout_id]
-        else:
-            assert 400 <= response.status_code < 500
-            assert response.json()["error"]["message"]
-            assert await replica.state.store.rollout_ids() == []
-            assert replica.engine.calls == []
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN))
+    async with listening(replica.app) as client:
+        response = await client.post(chat_path(rollout_id), json=chat_body(USER))
+    if served:
+        assert response.status_code == 200
+        assert await replica.state.store.rollout_ids() == [rollout_id]
+    else:
+        assert 400 <= response.status_code < 500
+        assert response.json()["error"]["message"]
+        assert await replica.state.store.rollout_ids() == []
+        assert replica.engine.calls == []
 
 
-def test_SE_05_strange_headers_are_refused_or_never_repeated(
+async def test_SE_05_strange_headers_are_refused_or_never_repeated(
     template: HfChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def run() -> None:
@@ -218,7 +191,7 @@ def test_SE_05_strange_headers_are_refused_or_never_repeated(
                 assert b"two" not in answer
 
     with caplog.at_level(logging.DEBUG, logger="gym_capture"):
-        asyncio.run(run())
+        await run()
     assert all(len(record.getMessage()) < 1000 for record in caplog.records)
     assert not any(set("\r\n") & set(record.getMessage()) for record in caplog.records)
 
@@ -229,97 +202,85 @@ def httpx_headers(headers: dict[str, Any]) -> dict[bytes, bytes]:
     }
 
 
-def test_SF_05_client_made_request_ids_do_not_name_calls(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        def echo(call: EngineCall) -> Script:
-            (message,) = call.request.conversation.items
-            assert isinstance(message, Message)
-            return Script(steps=[Step(token_ids=[5], events=[TextDelta(f"to {message.text}")])])
+async def test_SF_05_client_made_request_ids_do_not_name_calls(template: HfChatTemplate) -> None:
+    def echo(call: EngineCall) -> Script:
+        (message,) = call.request.conversation.items
+        assert isinstance(message, Message)
+        return Script(steps=[Step(token_ids=[5], events=[TextDelta(f"to {message.text}")])])
 
-        replica = Replica(template, echo)
+    replica = Replica(template, echo)
 
-        async def ask(text: str) -> dict[str, Any]:
-            body = chat_body({"role": "user", "content": text}, request_id="same", id="same")
-            response = await replica.http.post(chat_path("r1"), json=body, headers={"x-request-id": "same"})
-            assert response.status_code == 200
-            reply: dict[str, Any] = response.json()
-            return reply
+    async def ask(text: str) -> dict[str, Any]:
+        body = chat_body({"role": "user", "content": text}, request_id="same", id="same")
+        response = await replica.http.post(chat_path("r1"), json=body, headers={"x-request-id": "same"})
+        assert response.status_code == 200
+        reply: dict[str, Any] = response.json()
+        return reply
 
-        a, b = await asyncio.gather(ask("A"), ask("B"))
-        assert [reply["choices"][0]["message"]["content"] for reply in (a, b)] == ["to A", "to B"]
-        assert len({a["id"], b["id"], "same"}) == 3
-        assert {entry.model_call_id for entry in await replica.state.entries()} == {a["id"], b["id"]}
-
-    asyncio.run(run())
+    a, b = await asyncio.gather(ask("A"), ask("B"))
+    assert [reply["choices"][0]["message"]["content"] for reply in (a, b)] == ["to A", "to B"]
+    assert len({a["id"], b["id"], "same"}) == 3
+    assert {entry.model_call_id for entry in await replica.state.entries()} == {a["id"], b["id"]}
 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
     [("GET", "/nowhere", 404), ("POST", "/ng-rollout/r1/v1/other", 404), ("GET", "/v1/chat/completions", 405)],
 )
-def test_routes_that_do_not_exist_are_errors_of_the_api(
+async def test_routes_that_do_not_exist_are_errors_of_the_api(
     template: HfChatTemplate, method: str, path: str, status: int
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN))
-        response = await replica.http.request(method, path)
-        assert response.status_code == status
-        assert path in response.json()["error"]["message"]
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN))
+    response = await replica.http.request(method, path)
+    assert response.status_code == status
+    assert path in response.json()["error"]["message"]
 
 
-def test_rollouts_at_the_same_time_do_not_mix(template: HfChatTemplate) -> None:
-    async def run() -> None:
-        def echo(call: EngineCall) -> Script:
-            last = call.request.conversation.items[-1]
-            assert isinstance(last, Message)
-            return saying(template, f"echo {last.text}", stop_token=STOP)
+async def test_rollouts_at_the_same_time_do_not_mix(template: HfChatTemplate) -> None:
+    def echo(call: EngineCall) -> Script:
+        last = call.request.conversation.items[-1]
+        assert isinstance(last, Message)
+        return saying(template, f"echo {last.text}", stop_token=STOP)
 
-        replica = Replica(template, echo)
+    replica = Replica(template, echo)
 
-        async def attempt(rollout_id: str) -> None:
-            messages: list[dict[str, Any]] = []
-            for turn in range(3):
-                messages.append({"role": "user", "content": f"{rollout_id} {turn}"})
-                response = await replica.chat(*messages, rollout_id=rollout_id)
-                content = response.json()["choices"][0]["message"]["content"]
-                assert content == f"echo {rollout_id} {turn}"
-                messages.append({"role": "assistant", "content": content})
+    async def attempt(rollout_id: str) -> None:
+        messages: list[dict[str, Any]] = []
+        for turn in range(3):
+            messages.append({"role": "user", "content": f"{rollout_id} {turn}"})
+            response = await replica.chat(*messages, rollout_id=rollout_id)
+            content = response.json()["choices"][0]["message"]["content"]
+            assert content == f"echo {rollout_id} {turn}"
+            messages.append({"role": "assistant", "content": content})
 
-        names = [f"r{number}" for number in range(16)]
-        await asyncio.gather(*(attempt(name) for name in names))
-        assert sorted(await replica.state.store.rollout_ids()) == sorted(names)
-        for name in names:
-            one, two, three = await replica.state.entries(name)
-            assert [entry.parent for entry in (one, two, three)] == [
-                Root(),
-                Continues(one.model_call_id, one.cum_len),
-                Continues(two.model_call_id, two.cum_len),
-            ]
-
-    asyncio.run(run())
+    names = [f"r{number}" for number in range(16)]
+    await asyncio.gather(*(attempt(name) for name in names))
+    assert sorted(await replica.state.store.rollout_ids()) == sorted(names)
+    for name in names:
+        one, two, three = await replica.state.entries(name)
+        assert [entry.parent for entry in (one, two, three)] == [
+            Root(),
+            Continues(one.model_call_id, one.cum_len),
+            Continues(two.model_call_id, two.cum_len),
+        ]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
 @pytest.mark.parametrize("headers", ["content-length: 1000", "transfer-encoding: chunked"])
-def test_a_body_that_stops_arriving_is_refused_in_time_and_holds_no_place(
+async def test_a_body_that_stops_arriving_is_refused_in_time_and_holds_no_place(
     template: HfChatTemplate, path: str, headers: str
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, always(PLAIN), body_timeout_s=0.2, running_calls=1, waiting_calls=0)
-        async with listening(replica.app) as client:
-            reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
-            writer.write(f"POST /ng-rollout/r1/v1/{path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode())
-            await writer.drain()
-            assert (await client.post(chat_path("r2"), json=chat_body(USER))).status_code == 200
-            async with asyncio.timeout(20):
-                head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
-            writer.close()
-        assert head.startswith(b"HTTP/1.1 408 ")
-        kind = {"messages": "timeout_error"}.get(path, "invalid_request_error")
-        assert json.loads(body)["error"]["type"] == kind
-        assert "not here whole after 0.2 s" in json.loads(body)["error"]["message"]
-        assert await replica.state.store.rollout_ids() == ["r2"]
-
-    asyncio.run(run())
+    replica = Replica(template, always(PLAIN), body_timeout_s=0.2, running_calls=1, waiting_calls=0)
+    async with listening(replica.app) as client:
+        reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+        writer.write(f"POST /ng-rollout/r1/v1/{path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n\r\n".encode())
+        await writer.drain()
+        assert (await client.post(chat_path("r2"), json=chat_body(USER))).status_code == 200
+        async with asyncio.timeout(20):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: the connection is closed
+        writer.close()
+    assert head.startswith(b"HTTP/1.1 408 ")
+    kind = {"messages": "timeout_error"}.get(path, "invalid_request_error")
+    assert json.loads(body)["error"]["type"] == kind
+    assert "not here whole after 0.2 s" in json.loads(body)["error"]["message"]
+    assert await replica.state.store.rollout_ids() == ["r2"]

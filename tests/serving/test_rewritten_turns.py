@@ -67,8 +67,8 @@ def test_a_stop_string_put_back_is_the_turn_that_it_ended(template: HfChatTempla
     assert prompt.count("</code>") == 1
 
 
-def test_a_stop_string_put_back_in_every_turn_is_one_chain(template: HfChatTemplate) -> None:
-    parent, rules, prompt = asyncio.run(played(template, "chat", *[SAID + "</code>"] * 3))
+async def test_a_stop_string_put_back_in_every_turn_is_one_chain(template: HfChatTemplate) -> None:
+    parent, rules, prompt = await played(template, "chat", *[SAID + "</code>"] * 3)
     assert isinstance(parent, Continues)
     assert rules == ("stop_string_put_back",)
     assert prompt.count("</code>") == 3
@@ -85,13 +85,13 @@ def test_a_stop_string_put_back_in_every_turn_is_one_chain(template: HfChatTempl
     ],
     ids=["another stop string", "twice", "inner whitespace", "more than that", "other words"],
 )
-def test_a_rewritten_turn_is_unresolved_and_says_so(template: HfChatTemplate, turn: str) -> None:
-    parent, rules, _ = asyncio.run(played(template, "chat", turn))
+async def test_a_rewritten_turn_is_unresolved_and_says_so(template: HfChatTemplate, turn: str) -> None:
+    parent, rules, _ = await played(template, "chat", turn)
     assert parent == Unresolved("rewritten_turn")
     assert rules == ()
 
 
-def test_another_history_is_no_rewritten_turn(template: HfChatTemplate) -> None:
+async def test_another_history_is_no_rewritten_turn(template: HfChatTemplate) -> None:
     async def run() -> Parent | None:
         replica = Replica(template, lambda call: stopped(template, call.request))
         await replica.chat()
@@ -102,7 +102,7 @@ def test_another_history_is_no_rewritten_turn(template: HfChatTemplate) -> None:
         )
         return (await replica.state.entries())[-1].parent
 
-    assert asyncio.run(run()) == Unresolved("no_match")
+    assert await run() == Unresolved("no_match")
 
 
 # --- calls that a limit cut ------------------------------------------------------------------------------------------
@@ -120,51 +120,43 @@ def cut(template: HfChatTemplate, text: str = "") -> Script:
 
 @pytest.mark.parametrize("text", ["", "Let me look."])
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_what_anthropic_s_library_makes_of_a_cut_call_is_that_call(
+async def test_what_anthropic_s_library_makes_of_a_cut_call_is_that_call(
     template: HfChatTemplate, stream: bool, text: str
 ) -> None:
-    async def run() -> None:
-        replica = Replica(template, lambda _: cut(template, text))
-        http = httpx2.AsyncClient(transport=httpx2.ASGITransport(replica.app), trust_env=False)
-        client = AsyncAnthropic(
-            api_key="none", base_url="http://gateway/ng-rollout/r1", http_client=http, max_retries=0
-        )
-        messages: list[Any] = [{"role": "user", "content": ASK}]
-        for _ in range(2):
-            fields: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": messages}
-            if stream:
-                async with client.messages.stream(**fields) as events:
-                    reply = await events.get_final_message()
-            else:
-                reply = await client.messages.create(**fields)
-            assert reply.stop_reason == "max_tokens"
-            calls = [block for block in reply.content if block.type == "tool_use"]
-            assert len(calls) == int(stream), "nobody is handed a call that he could run"
-            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "cut"} for call in calls]
-            messages += [
-                {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]},
-                {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
-            ]
-        first, second = await replica.state.entries()
-        assert second.parent == Continues(first.model_call_id, first.cum_len)
-        assert second.request.normalized == ("cut_call_closed" if stream else "cut_call_left_out",)
-        assert second.prompt_token_ids[: first.cum_len].tolist() == first.cumulative_ids().tolist()
-
-    asyncio.run(run())
+    replica = Replica(template, lambda _: cut(template, text))
+    http = httpx2.AsyncClient(transport=httpx2.ASGITransport(replica.app), trust_env=False)
+    client = AsyncAnthropic(api_key="none", base_url="http://gateway/ng-rollout/r1", http_client=http, max_retries=0)
+    messages: list[Any] = [{"role": "user", "content": ASK}]
+    for _ in range(2):
+        fields: dict[str, Any] = {"model": "policy", "max_tokens": 9, "messages": messages}
+        if stream:
+            async with client.messages.stream(**fields) as events:
+                reply = await events.get_final_message()
+        else:
+            reply = await client.messages.create(**fields)
+        assert reply.stop_reason == "max_tokens"
+        calls = [block for block in reply.content if block.type == "tool_use"]
+        assert len(calls) == int(stream), "nobody is handed a call that he could run"
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": "cut"} for call in calls]
+        messages += [
+            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in reply.content]},
+            {"role": "user", "content": [*results, {"type": "text", "text": "Go on."}]},
+        ]
+    first, second = await replica.state.entries()
+    assert second.parent == Continues(first.model_call_id, first.cum_len)
+    assert second.request.normalized == ("cut_call_closed" if stream else "cut_call_left_out",)
+    assert second.prompt_token_ids[: first.cum_len].tolist() == first.cumulative_ids().tolist()
 
 
 @pytest.mark.parametrize("arguments", ['{"city": "Ro"}', '{"city": "Rome"}'], ids=["closed by hand", "completed"])
-def test_a_cut_call_that_a_client_made_whole_is_another_call(template: HfChatTemplate, arguments: str) -> None:
-    async def run() -> None:
-        replica = Replica(template, lambda _: cut(template, "Let me look."))
-        await replica.chat(max_tokens=9)
-        made = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
-        await replica.chat(
-            {"role": "user", "content": "hi"},
-            {"role": "assistant", "content": "Let me look.", "tool_calls": [made]},
-            {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-        )
-        *_, last = await replica.state.entries()
-        assert last.parent == Unresolved("rewritten_turn")
-
-    asyncio.run(run())
+async def test_a_cut_call_that_a_client_made_whole_is_another_call(template: HfChatTemplate, arguments: str) -> None:
+    replica = Replica(template, lambda _: cut(template, "Let me look."))
+    await replica.chat(max_tokens=9)
+    made = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    await replica.chat(
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Let me look.", "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    )
+    *_, last = await replica.state.entries()
+    assert last.parent == Unresolved("rewritten_turn")

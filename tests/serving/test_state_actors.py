@@ -42,29 +42,26 @@ def shard_processes() -> list[psutil.Process]:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp_path: Path) -> None:
-    async def run() -> None:
-        start(tmp_path, shards=2)
-        state = connect(namespace=NAMESPACE)
-        names = [f"r{number}" for number in range(8)]
-        await asyncio.gather(*(play(state, name, calls=3) for name in names))
-        killed = shard_processes()
-        assert len(killed) == 2
-        for process in killed:
-            os.kill(process.pid, signal.SIGKILL)
-        for name in names:
-            resolution = await state.resolve(name, ["k0", "k1", "k2"])
-            assert isinstance(resolution, Resolved)
-            assert resolution.call_id == "c2"
-            snapshot = await state.freeze(name)
-            assert (len(snapshot.entries), snapshot.incomplete) == (3, ())
-        assert await state.rollout_ids() == names
-
-    asyncio.run(run())
+async def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp_path: Path) -> None:
+    start(tmp_path, shards=2)
+    state = connect(namespace=NAMESPACE)
+    names = [f"r{number}" for number in range(8)]
+    await asyncio.gather(*(play(state, name, calls=3) for name in names))
+    killed = shard_processes()
+    assert len(killed) == 2
+    for process in killed:
+        os.kill(process.pid, signal.SIGKILL)
+    for name in names:
+        resolution = await state.resolve(name, ["k0", "k1", "k2"])
+        assert isinstance(resolution, Resolved)
+        assert resolution.call_id == "c2"
+        snapshot = await state.freeze(name)
+        assert (len(snapshot.entries), snapshot.incomplete) == (3, ())
+    assert await state.rollout_ids() == names
 
 
 @pytest.mark.usefixtures("cluster")
-def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
+async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
     """Under the names that the dashboard asks for, with the labels that it groups by."""
 
     async def run() -> str:
@@ -80,7 +77,7 @@ def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
                     return text
                 await asyncio.sleep(0.5)
 
-    samples = [line for line in asyncio.run(run()).splitlines() if 'namespace="scraped"' in line]
+    samples = [line for line in (await run()).splitlines() if 'namespace="scraped"' in line]
     names = {line.partition("{")[0] for line in samples}
     untouched = {name for name in exported_names() if name.endswith("_total")} - names
     assert names >= exported_names() - untouched

@@ -29,23 +29,20 @@ class Unreachable:
         raise Exception("Ray has not been started yet")
 
 
-def test_nobody_waits_for_an_actor_that_cannot_be_asked() -> None:
-    async def run() -> None:
-        state = StateClient([cast(ActorHandle[Any], Unreachable())])
-        intents = (CallIntent(rollout_id="r", model_call_id=f"c{number}", created_at=1.0) for number in range(3))
-        async with asyncio.timeout(10):
-            answers = await asyncio.gather(
-                *(state.write(Begin(intent)) for intent in intents),
-                state.freeze("r"),
-                state.write(Clear("r")),
-                state.stats(),
-                return_exceptions=True,
-            )
-        for answer in answers:
-            assert isinstance(answer, StoreUnavailableError)
-            assert "Ray has not been started yet" in answer.message
-
-    asyncio.run(run())
+async def test_nobody_waits_for_an_actor_that_cannot_be_asked() -> None:
+    state = StateClient([cast(ActorHandle[Any], Unreachable())])
+    intents = (CallIntent(rollout_id="r", model_call_id=f"c{number}", created_at=1.0) for number in range(3))
+    async with asyncio.timeout(10):
+        answers = await asyncio.gather(
+            *(state.write(Begin(intent)) for intent in intents),
+            state.freeze("r"),
+            state.write(Clear("r")),
+            state.stats(),
+            return_exceptions=True,
+        )
+    for answer in answers:
+        assert isinstance(answer, StoreUnavailableError)
+        assert "Ray has not been started yet" in answer.message
 
 
 REQUEST: ContextVar[str] = ContextVar("REQUEST", default="none")
@@ -65,26 +62,23 @@ class Watched:
         return answer
 
 
-def test_a_batch_is_no_part_of_the_request_that_sends_it() -> None:
+async def test_a_batch_is_no_part_of_the_request_that_sends_it() -> None:
     """Ray cancels what a request has called when its client leaves; a batch carries the calls of others, too."""
 
-    async def run() -> None:
-        shard = Watched()
-        state = StateClient([cast(ActorHandle[Any], shard)])
+    shard = Watched()
+    state = StateClient([cast(ActorHandle[Any], shard)])
 
-        async def call(request: str) -> None:
-            REQUEST.set(request)
-            for _ in range(int(request)):  # so that they do not all leave together
-                await asyncio.sleep(0)
-            await state.write(MarkIncomplete("r", request, epoch=0))
+    async def call(request: str) -> None:
+        REQUEST.set(request)
+        for _ in range(int(request)):  # so that they do not all leave together
+            await asyncio.sleep(0)
+        await state.write(MarkIncomplete("r", request, epoch=0))
 
-        async with asyncio.TaskGroup() as requests:
-            for number in range(1, 9):
-                requests.create_task(call(str(number)))
-        assert len(shard.called_in) > 2
-        assert set(shard.called_in) == {"none"}
-
-    asyncio.run(run())
+    async with asyncio.TaskGroup() as requests:
+        for number in range(1, 9):
+            requests.create_task(call(str(number)))
+    assert len(shard.called_in) > 2
+    assert set(shard.called_in) == {"none"}
 
 
 MAX_INLINE_BYTES = 100 * 1024
@@ -105,22 +99,19 @@ class Packages:
         return answer
 
 
-def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> None:
-    async def run() -> None:
-        shard = Packages()
-        state = StateClient([cast(ActorHandle[Any], shard)])
-        intent = CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)
-        keys = [tuple(f"{number:064}" for number in range(first, first + 100)) for first in range(40)]
-        records = [state._send("r", CommitBytes(b"x" * 5_000, number)) for number in range(40)]
-        begins = [state._send("r", BeginCall(intent, of_one)) for of_one in keys]
-        large = [state._send("r", CommitBytes(b"x" * 300_000, number)) for number in range(2)]
-        answers = await asyncio.gather(*records, *large, *begins)
-        assert answers == [*range(40), *range(2), *keys]
-        (sizes,) = shard.sizes
-        assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
-        assert len(sizes) < 12  # each argument has its price, too
-
-    asyncio.run(run())
+async def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> None:
+    shard = Packages()
+    state = StateClient([cast(ActorHandle[Any], shard)])
+    intent = CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)
+    keys = [tuple(f"{number:064}" for number in range(first, first + 100)) for first in range(40)]
+    records = [state._send("r", CommitBytes(b"x" * 5_000, number)) for number in range(40)]
+    begins = [state._send("r", BeginCall(intent, of_one)) for of_one in keys]
+    large = [state._send("r", CommitBytes(b"x" * 300_000, number)) for number in range(2)]
+    answers = await asyncio.gather(*records, *large, *begins)
+    assert answers == [*range(40), *range(2), *keys]
+    (sizes,) = shard.sizes
+    assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
+    assert len(sizes) < 12  # each argument has its price, too
 
 
 @pytest.mark.parametrize("shards", [0, -1, 1.5, "two", None])

@@ -97,36 +97,33 @@ async def mirrored(state: StateClient) -> None:
             await asyncio.sleep(0.1)
 
 
-def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(nodes: Nodes) -> None:
+async def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(nodes: Nodes) -> None:
     start_shards(
         namespace=NAMESPACE, shards=SHARDS, store=LOG, store_kwargs={}, directory=str(nodes.records), replicas=2
     )
 
-    async def run() -> None:
-        state = connect(namespace=NAMESPACE)
-        names = [f"r{number}" for number in range(12)]
-        await asyncio.gather(*(play(state, name, calls=4) for name in names))
-        assert (await state.stats()).lost_mirrors == 0
-        disks = {node: [path.name for path in nodes.disk_of(node)] for node in nodes.cluster.list_all_nodes()}
-        for disk in disks.values():
-            numbers = [name.partition("-")[2] for name in disk]
-            assert len(set(numbers)) == len(numbers), "a log and its copy must not be on one disk"
-        # Dealt out in turn, and back on the node that has their log when only their process was lost.
-        assert [sum(name.startswith("shard") for name in disk) for disk in disks.values()] == [1] * NODES
-        for process in nodes.shards():
-            process.kill()
-        await check(state, names, calls=4)
-        for node, disk in disks.items():
-            assert [path.name for path in nodes.disk_of(node) if path.name.startswith("shard")] == [
-                name for name in disk if name.startswith("shard")
-            ]
-        lost = next(iter(nodes.cluster.worker_nodes))
+    state = connect(namespace=NAMESPACE)
+    names = [f"r{number}" for number in range(12)]
+    await asyncio.gather(*(play(state, name, calls=4) for name in names))
+    assert (await state.stats()).lost_mirrors == 0
+    disks = {node: [path.name for path in nodes.disk_of(node)] for node in nodes.cluster.list_all_nodes()}
+    for disk in disks.values():
+        numbers = [name.partition("-")[2] for name in disk]
+        assert len(set(numbers)) == len(numbers), "a log and its copy must not be on one disk"
+    # Dealt out in turn, and back on the node that has their log when only their process was lost.
+    assert [sum(name.startswith("shard") for name in disk) for disk in disks.values()] == [1] * NODES
+    for process in nodes.shards():
+        process.kill()
+    await check(state, names, calls=4)
+    for node, disk in disks.items():
+        assert [path.name for path in nodes.disk_of(node) if path.name.startswith("shard")] == [
+            name for name in disk if name.startswith("shard")
+        ]
+    lost = next(iter(nodes.cluster.worker_nodes))
 
-        nodes.lose(lost)
-        await check(state, names, calls=4)
-        more = [f"r{number}" for number in range(20, 26)]
-        await asyncio.gather(*(play(state, name, calls=4) for name in more))
-        await check(state, names + more, calls=4)
-        await mirrored(state)
-
-    asyncio.run(run())
+    nodes.lose(lost)
+    await check(state, names, calls=4)
+    more = [f"r{number}" for number in range(20, 26)]
+    await asyncio.gather(*(play(state, name, calls=4) for name in more))
+    await check(state, names + more, calls=4)
+    await mirrored(state)

@@ -26,56 +26,50 @@ from tests.serving.test_state import intent, play
 DASHBOARD = Path(__file__).parents[2] / "docs" / "grafana" / "gym-capture.json"
 
 
-def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
-    async def run() -> None:
-        state = client(tmp_path, shards=2)
-        for name in ("r1", "r2", "r3"):
-            await play(state, name, calls=3)
-        begun = await state.begin(intent("lost", "r1"), ["edited"])
-        await begun.sink.mark_incomplete("capture_failed:lost")
-        await begun.sink.mark_delivery("c2", delivered=False)
-        supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
-        supplied = with_values(supplied, normalized=("billing_header", "tool_left_out:mcp"))
-        refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
-        for entry in (supplied, refused):
-            await begun.sink.put(entry)
-        with pytest.raises(RetiredRolloutError):
-            await state.write(Commit(call("late", [1], [2], parent=Root()), epoch=begun.sink.epoch + 99))
-        snapshot = await state.freeze("r2")
-        await state.write(Drop("r2", snapshot.snapshot_id, snapshot.version))
+async def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
+    state = client(tmp_path, shards=2)
+    for name in ("r1", "r2", "r3"):
+        await play(state, name, calls=3)
+    begun = await state.begin(intent("lost", "r1"), ["edited"])
+    await begun.sink.mark_incomplete("capture_failed:lost")
+    await begun.sink.mark_delivery("c2", delivered=False)
+    supplied = call("x", [1, 2, 1, 0], [9], parent=Continues("c0", 4), prefix_requested=True, prefix_supplied=True)
+    supplied = with_values(supplied, normalized=("billing_header", "tool_left_out:mcp"))
+    refused = call("y", [1], [9], parent=Root(), prefix_requested=True)
+    for entry in (supplied, refused):
+        await begun.sink.put(entry)
+    with pytest.raises(RetiredRolloutError):
+        await state.write(Commit(call("late", [1], [2], parent=Root()), epoch=begun.sink.epoch + 99))
+    snapshot = await state.freeze("r2")
+    await state.write(Drop("r2", snapshot.snapshot_id, snapshot.version))
 
-        stats = await state.stats()
-        assert stats.shards == 2
-        assert (stats.begins, stats.begins_refused) == (10, 0)
-        assert stats.resolutions == {"root": 3, "resolved": 6, "unresolved:no_match": 1}
-        assert (stats.puts, stats.put_failures) == (11, 1)
-        assert stats.put_bytes > 11 * 300
-        assert stats.put_seconds > 0
-        assert (stats.prefix_requested, stats.prefix_supplied) == (2, 1)
-        assert stats.rules == {"billing_header": 1, "tool_left_out:mcp": 1}
-        assert stats.incomplete == {"capture_failed": 1}
-        assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
-        assert (stats.freezes, stats.drops) == (1, 1)
-        assert (stats.live_rollouts, stats.lineage_rollouts) == (2, 2)
-        assert 0 < stats.longest_idle_s < 60
-        assert stats.lineage_bytes > 0
-        assert stats.commit_records == 10 + 11 + 1 + 1 + 1
-        assert 0 < stats.commit_batches <= stats.commit_records
-        assert stats.log_bytes > stats.log_live_bytes > 0
-        assert (stats.waiting_puts, stats.waiting_bytes, stats.queued_writes) == (0, 0, 0)
-        json.dumps(asdict(stats))
-
-    asyncio.run(run())
+    stats = await state.stats()
+    assert stats.shards == 2
+    assert (stats.begins, stats.begins_refused) == (10, 0)
+    assert stats.resolutions == {"root": 3, "resolved": 6, "unresolved:no_match": 1}
+    assert (stats.puts, stats.put_failures) == (11, 1)
+    assert stats.put_bytes > 11 * 300
+    assert stats.put_seconds > 0
+    assert (stats.prefix_requested, stats.prefix_supplied) == (2, 1)
+    assert stats.rules == {"billing_header": 1, "tool_left_out:mcp": 1}
+    assert stats.incomplete == {"capture_failed": 1}
+    assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
+    assert (stats.freezes, stats.drops) == (1, 1)
+    assert (stats.live_rollouts, stats.lineage_rollouts) == (2, 2)
+    assert 0 < stats.longest_idle_s < 60
+    assert stats.lineage_bytes > 0
+    assert stats.commit_records == 10 + 11 + 1 + 1 + 1
+    assert 0 < stats.commit_batches <= stats.commit_records
+    assert stats.log_bytes > stats.log_live_bytes > 0
+    assert (stats.waiting_puts, stats.waiting_bytes, stats.queued_writes) == (0, 0, 0)
+    json.dumps(asdict(stats))
 
 
-def test_a_store_without_a_log_has_no_levels_of_one(tmp_path: Path) -> None:
-    async def run() -> None:
-        state = client(tmp_path, store="gym_capture.stores.memory:MemoryStore.open")
-        await play(state, "r1", calls=2)
-        stats = await state.stats()
-        assert (stats.puts, stats.log_bytes, stats.lineage_rollouts) == (2, 0, 1)
-
-    asyncio.run(run())
+async def test_a_store_without_a_log_has_no_levels_of_one(tmp_path: Path) -> None:
+    state = client(tmp_path, store="gym_capture.stores.memory:MemoryStore.open")
+    await play(state, "r1", calls=2)
+    stats = await state.stats()
+    assert (stats.puts, stats.log_bytes, stats.lineage_rollouts) == (2, 0, 1)
 
 
 def test_totals_are_sums() -> None:
@@ -123,27 +117,24 @@ async def open_slow(**_: object) -> Slow:
     return SLOW[-1]
 
 
-def test_calls_are_turned_away_while_too_much_waits_for_the_disk(tmp_path: Path) -> None:
+async def test_calls_are_turned_away_while_too_much_waits_for_the_disk(tmp_path: Path) -> None:
     """Before they generate, retryably; the records of those that have generated are still taken."""
 
-    async def run() -> None:
-        state = client(tmp_path, store=f"{__name__}:open_slow", waiting_bytes=3_000)
-        begun = await state.begin(intent("c0"), [])
-        entries = [call(f"c{number}", [1] * 500, [2], parent=Root()) for number in range(4)]
-        putting = [asyncio.ensure_future(begun.sink.put(entry)) for entry in entries[:3]]
-        for _ in putting:
-            await SLOW[-1].arrivals.acquire()
-        assert (await state.stats()).waiting_puts == 3
-        with pytest.raises(StoreOverloadedError, match="3 records wait for the disk"):
-            await state.begin(intent("late"), [])
-        putting.append(asyncio.ensure_future(begun.sink.put(entries[3])))
-        SLOW[-1].gate.set()
-        await asyncio.gather(*putting)
-        await state.begin(intent("later"), [])
-        stats = await state.stats()
-        assert (stats.begins, stats.begins_refused, stats.puts, stats.waiting_bytes) == (2, 1, 4, 0)
-
-    asyncio.run(run())
+    state = client(tmp_path, store=f"{__name__}:open_slow", waiting_bytes=3_000)
+    begun = await state.begin(intent("c0"), [])
+    entries = [call(f"c{number}", [1] * 500, [2], parent=Root()) for number in range(4)]
+    putting = [asyncio.ensure_future(begun.sink.put(entry)) for entry in entries[:3]]
+    for _ in putting:
+        await SLOW[-1].arrivals.acquire()
+    assert (await state.stats()).waiting_puts == 3
+    with pytest.raises(StoreOverloadedError, match="3 records wait for the disk"):
+        await state.begin(intent("late"), [])
+    putting.append(asyncio.ensure_future(begun.sink.put(entries[3])))
+    SLOW[-1].gate.set()
+    await asyncio.gather(*putting)
+    await state.begin(intent("later"), [])
+    stats = await state.stats()
+    assert (stats.begins, stats.begins_refused, stats.puts, stats.waiting_bytes) == (2, 1, 4, 0)
 
 
 # --- the dashboard ---------------------------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import numpy as np
 import pytest
 
@@ -17,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
-def test_ST_01_tokens_of_which_a_parser_says_nothing_are_recorded(template: HfChatTemplate, stream: bool) -> None:
+async def test_ST_01_tokens_of_which_a_parser_says_nothing_are_recorded(template: HfChatTemplate, stream: bool) -> None:
     called = [ToolCallStart(0, "c", "f"), ToolCallDelta(0, "{}")]
     script = Script(
         steps=[
@@ -29,17 +27,16 @@ def test_ST_01_tokens_of_which_a_parser_says_nothing_are_recorded(template: HfCh
         ]
     )
 
-    async def run() -> None:
-        replica = Replica(template, lambda _: script)
-        await replica.chat(USER, stream=stream)
-        (entry,) = await replica.state.entries()
-        assert entry.generation_token_ids.tolist() == [151657, 198, 4913, 606, 151658, 151645]
-        np.testing.assert_array_equal(entry.generation_log_probs, np.float32([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]))
-
-    asyncio.run(run())
+    replica = Replica(template, lambda _: script)
+    await replica.chat(USER, stream=stream)
+    (entry,) = await replica.state.entries()
+    assert entry.generation_token_ids.tolist() == [151657, 198, 4913, 606, 151658, 151645]
+    np.testing.assert_array_equal(entry.generation_log_probs, np.float32([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6]))
 
 
-def test_ST_06_a_character_split_over_tokens_is_streamed_whole_and_recorded_in_parts(template: HfChatTemplate) -> None:
+async def test_ST_06_a_character_split_over_tokens_is_streamed_whole_and_recorded_in_parts(
+    template: HfChatTemplate,
+) -> None:
     ids = template.encode_plain(" 😀!").tolist()
     assert len(ids) == 3
     steps = [
@@ -48,35 +45,29 @@ def test_ST_06_a_character_split_over_tokens_is_streamed_whole_and_recorded_in_p
         Step(token_ids=ids[2:], log_probs=[-3], text="!"),
     ]
 
-    async def run() -> None:
-        replica = Replica(template, lambda _: Script(steps=steps))
-        response = await replica.chat(USER, stream=True)
-        assert "\ufffd" not in response.content.decode("utf-8")
-        assert streamed_text(response) == " 😀!"
-        (entry,) = await replica.state.entries()
-        assert entry.generation_token_ids.tolist() == ids
-        assert entry.generation_log_probs.tolist() == [-1, -2, -3]
-
-    asyncio.run(run())
+    replica = Replica(template, lambda _: Script(steps=steps))
+    response = await replica.chat(USER, stream=True)
+    assert "\ufffd" not in response.content.decode("utf-8")
+    assert streamed_text(response) == " 😀!"
+    (entry,) = await replica.state.entries()
+    assert entry.generation_token_ids.tolist() == ids
+    assert entry.generation_log_probs.tolist() == [-1, -2, -3]
 
 
 @pytest.mark.parametrize("text", ["", " ", " \ufffd"])
-def test_ST_06_a_turn_cut_inside_a_character_is_continued_exactly(template: HfChatTemplate, text: str) -> None:
+async def test_ST_06_a_turn_cut_inside_a_character_is_continued_exactly(template: HfChatTemplate, text: str) -> None:
     first = template.encode_plain(" 😀!").tolist()[:1]
     cut = Script(steps=[Step(token_ids=first, text=text)], finish_reason="length")
     later = Script(steps=[Step(token_ids=[5], text="ok")])
 
-    async def run() -> None:
-        replica = Replica(template, in_order([cut, later]))
-        said = streamed_text(await replica.chat(USER, stream=True))
-        assert said == text
-        again = {"role": "user", "content": "go on"}
-        await replica.chat(USER, {"role": "assistant", "content": said}, again, stream=True)
-        one, two = await replica.state.entries()
-        assert one.generation_token_ids.tolist() == first
-        assert isinstance(two.parent, Continues)
-        assert two.parent.call_id == one.model_call_id
-        parent = one.cumulative_ids()
-        np.testing.assert_array_equal(two.prompt_token_ids[: parent.size], parent)
-
-    asyncio.run(run())
+    replica = Replica(template, in_order([cut, later]))
+    said = streamed_text(await replica.chat(USER, stream=True))
+    assert said == text
+    again = {"role": "user", "content": "go on"}
+    await replica.chat(USER, {"role": "assistant", "content": said}, again, stream=True)
+    one, two = await replica.state.entries()
+    assert one.generation_token_ids.tolist() == first
+    assert isinstance(two.parent, Continues)
+    assert two.parent.call_id == one.model_call_id
+    parent = one.cumulative_ids()
+    np.testing.assert_array_equal(two.prompt_token_ids[: parent.size], parent)

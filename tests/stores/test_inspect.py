@@ -1,6 +1,5 @@
 """A log directory can be looked into while it is in use, and nothing in it changes by that."""
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -27,38 +26,32 @@ def files(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-def test_log_is_read_while_a_store_has_it_open(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = await LogStore.open(tmp_path)
-        await call(store, "b", "c1")
-        await call(store, "a", "c1")
-        await call(store, "a", "c2")
-        await store.write(Begin(sample_intent("a", "lost")))
-        before = files(tmp_path)
-        report = scan(tmp_path)
-        assert [(rollout.rollout_id, rollout.calls) for rollout in report.rollouts] == [("a", 2), ("b", 1)]
-        assert report.rollouts[0].incomplete == ("dangling_intent:lost",)
-        assert (report.is_sound, report.torn_bytes, report.consumed) == (True, 0, ())
-        assert report.size_bytes == store.stats().total_bytes
-        assert sum(rollout.size_bytes for rollout in report.rollouts) == store.stats().live_bytes
-        for snapshot in read_snapshots(tmp_path):
-            expected = await store.freeze(snapshot.rollout_id)
-            assert (snapshot.snapshot_id, snapshot.incomplete) == (expected.snapshot_id, expected.incomplete)
-            assert list(map(encode_entry, snapshot.entries)) == list(map(encode_entry, expected.entries))
-        assert files(tmp_path) == before
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_log_is_read_while_a_store_has_it_open(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    await call(store, "b", "c1")
+    await call(store, "a", "c1")
+    await call(store, "a", "c2")
+    await store.write(Begin(sample_intent("a", "lost")))
+    before = files(tmp_path)
+    report = scan(tmp_path)
+    assert [(rollout.rollout_id, rollout.calls) for rollout in report.rollouts] == [("a", 2), ("b", 1)]
+    assert report.rollouts[0].incomplete == ("dangling_intent:lost",)
+    assert (report.is_sound, report.torn_bytes, report.consumed) == (True, 0, ())
+    assert report.size_bytes == store.stats().total_bytes
+    assert sum(rollout.size_bytes for rollout in report.rollouts) == store.stats().live_bytes
+    for snapshot in read_snapshots(tmp_path):
+        expected = await store.freeze(snapshot.rollout_id)
+        assert (snapshot.snapshot_id, snapshot.incomplete) == (expected.snapshot_id, expected.incomplete)
+        assert list(map(encode_entry, snapshot.entries)) == list(map(encode_entry, expected.entries))
+    assert files(tmp_path) == before
+    await store.close()
 
 
-def test_damage_and_torn_tail_are_reported_and_left_alone(tmp_path: Path) -> None:
-    async def write() -> None:
-        store = await LogStore.open(tmp_path)
-        await call(store, "a", "c1")
-        await call(store, "b", "c1")
-        await store.close()
-
-    asyncio.run(write())
+async def test_damage_and_torn_tail_are_reported_and_left_alone(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    await call(store, "a", "c1")
+    await call(store, "b", "c1")
+    await store.close()
     (segment,) = read_segments(tmp_path)
     data = bytearray(segment.path.read_bytes())
     frame = segment.frames[1]
@@ -77,7 +70,7 @@ def test_damage_and_torn_tail_are_reported_and_left_alone(tmp_path: Path) -> Non
     assert files(tmp_path) == before
 
 
-def test_consumed_rollouts_are_read_back_attempt_by_attempt(tmp_path: Path) -> None:
+async def test_consumed_rollouts_are_read_back_attempt_by_attempt(tmp_path: Path) -> None:
     async def write() -> list[str]:
         store = await LogStore.open(tmp_path, segment_bytes=1, keep_records=True)
         consumed = []
@@ -93,7 +86,7 @@ def test_consumed_rollouts_are_read_back_attempt_by_attempt(tmp_path: Path) -> N
         await store.close()
         return consumed
 
-    consumed = asyncio.run(write())
+    consumed = await write()
     assert scan(tmp_path).consumed == ("r", "r")
     assert [snapshot.rollout_id for snapshot in read_snapshots(tmp_path)] == ["live"]
     snapshots = list(read_snapshots(tmp_path, consumed=True))
@@ -108,14 +101,11 @@ def test_directory_without_a_log_is_empty(tmp_path: Path) -> None:
     assert list(read_snapshots(tmp_path, consumed=True)) == []
 
 
-def test_segment_that_is_deleted_meanwhile_says_so(tmp_path: Path) -> None:
-    async def write() -> None:
-        store = await LogStore.open(tmp_path, segment_bytes=1)
-        await call(store, "a", "c")
-        await call(store, "b", "c")
-        await store.close()
-
-    asyncio.run(write())
+async def test_segment_that_is_deleted_meanwhile_says_so(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, segment_bytes=1)
+    await call(store, "a", "c")
+    await call(store, "b", "c")
+    await store.close()
     snapshots = read_snapshots(tmp_path)
     assert next(snapshots).rollout_id == "a"
     segment_path(tmp_path, 4).unlink()

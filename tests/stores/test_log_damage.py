@@ -189,28 +189,25 @@ def test_no_flipped_byte_goes_unnoticed(log: Log, data: st.DataObject) -> None:
             assert "gone" not in found or is_masked(found["gone"])
 
 
-def test_damaged_record_masks_the_rollout_it_names_and_no_other(log: Log, tmp_path: Path) -> None:
+async def test_damaged_record_masks_the_rollout_it_names_and_no_other(log: Log, tmp_path: Path) -> None:
     shutil.copytree(log.directory, tmp_path, dirs_exist_ok=True)
     frame = next(frame for frame in log.frames if (frame.rollout_id, frame.type) == ("a", RecordType.COMMITTED))
     _flip(segment_path(tmp_path, 1), frame.offset + frame.size - 10)
 
-    async def check() -> None:
-        store, found = await _snapshots(tmp_path)
-        (damage,) = store.recovery.damaged
-        assert (damage.segment, damage.start, damage.rollout_id) == (1, frame.offset, "a")
-        assert store.recovery.masked_rollouts == ("a",)
-        (problem,) = found["a"].problems
-        assert (problem.reason, problem.call_id) == ("corrupt_log", "c1")
-        assert contents(found["b"]) == log.rollouts["b"]
-        await store.compact()
-        await store.close()
-        # It is written down: nothing new the next time, and the damaged segment is kept for whoever looks into it.
-        store, again = await _snapshots(tmp_path)
-        assert store.recovery.masked_rollouts == ()
-        assert again["a"].snapshot_id == found["a"].snapshot_id
-        await store.close()
-
-    asyncio.run(check())
+    store, found = await _snapshots(tmp_path)
+    (damage,) = store.recovery.damaged
+    assert (damage.segment, damage.start, damage.rollout_id) == (1, frame.offset, "a")
+    assert store.recovery.masked_rollouts == ("a",)
+    (problem,) = found["a"].problems
+    assert (problem.reason, problem.call_id) == ("corrupt_log", "c1")
+    assert contents(found["b"]) == log.rollouts["b"]
+    await store.compact()
+    await store.close()
+    # It is written down: nothing new the next time, and the damaged segment is kept for whoever looks into it.
+    store, again = await _snapshots(tmp_path)
+    assert store.recovery.masked_rollouts == ()
+    assert again["a"].snapshot_id == found["a"].snapshot_id
+    await store.close()
 
 
 def test_damage_that_names_no_rollout_masks_those_that_may_have_written_there(log: Log, tmp_path: Path) -> None:
@@ -247,21 +244,18 @@ def test_segment_without_header_is_damage_as_a_whole(log: Log, tmp_path: Path) -
     assert contents(found["b"]) == log.rollouts["b"]
 
 
-def test_record_that_goes_bad_while_the_store_is_open_masks_its_rollout(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = await LogStore.open(tmp_path)
-        await call(store, "r", "c1")
-        await call(store, "r", "c2")
-        (segment,) = read_segments(tmp_path)
-        frame = next(frame for frame in segment.frames if (frame.call_id, frame.type) == ("c1", RecordType.COMMITTED))
-        _flip(segment.path, frame.offset + frame.size - 10)
-        snapshot = await store.freeze("r")
-        assert [entry.model_call_id for entry in snapshot.entries] == ["c2"]
-        assert [(problem.reason, problem.call_id) for problem in snapshot.problems] == [("corrupt_log", "c1")]
-        assert [entry.model_call_id for entry in store.iter_live_entries()] == ["c2"]
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_record_that_goes_bad_while_the_store_is_open_masks_its_rollout(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    await call(store, "r", "c1")
+    await call(store, "r", "c2")
+    (segment,) = read_segments(tmp_path)
+    frame = next(frame for frame in segment.frames if (frame.call_id, frame.type) == ("c1", RecordType.COMMITTED))
+    _flip(segment.path, frame.offset + frame.size - 10)
+    snapshot = await store.freeze("r")
+    assert [entry.model_call_id for entry in snapshot.entries] == ["c2"]
+    assert [(problem.reason, problem.call_id) for problem in snapshot.problems] == [("corrupt_log", "c1")]
+    assert [entry.model_call_id for entry in store.iter_live_entries()] == ["c2"]
+    await store.close()
 
 
 def test_compaction_leaves_a_segment_alone_that_has_gone_bad(tmp_path: Path) -> None:
@@ -290,21 +284,21 @@ def _flip(path: Path, place: int) -> None:
 # --- newer versions ----------------------------------------------------------------------------------------------
 
 
-def test_newer_format_is_refused(tmp_path: Path) -> None:
+async def test_newer_format_is_refused(tmp_path: Path) -> None:
     header = bytearray(pack_segment_header(SegmentHeader(seed=7, epoch_floor=1))[: SEGMENT_HEADER_BYTES // 2 - 4])
     header[8] = 2
     segment_path(tmp_path, 1).write_bytes((header + zlib.crc32(header).to_bytes(4, "little")) * 2)
     with pytest.raises(CorruptLogError, match="format version 2, this gym-capture reads 1"):
-        asyncio.run(LogStore.open(tmp_path))
+        await LogStore.open(tmp_path)
 
 
-def test_unknown_record_type_is_refused(tmp_path: Path) -> None:
+async def test_unknown_record_type_is_refused(tmp_path: Path) -> None:
     draft = Draft(9, 1, pack_key("r"), b"")  # type: ignore[arg-type]
     segment_path(tmp_path, 1).write_bytes(
         pack_segment_header(SegmentHeader(7, 1)) + pack_frame(draft, seed=7, starts_batch=True)
     )
     with pytest.raises(CorruptLogError, match="type 9"):
-        asyncio.run(LogStore.open(tmp_path))
+        await LogStore.open(tmp_path)
 
 
 # --- framing -----------------------------------------------------------------------------------------------------
@@ -370,7 +364,7 @@ def test_frame_inside_a_record_is_not_taken_for_one() -> None:
     assert list(scan_segment(bytes(segment), SegmentHeader(2, 1))) == [Damage(SEGMENT_HEADER_BYTES, len(segment))]
 
 
-def test_a_segment_that_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
+async def test_a_segment_that_is_no_file_is_an_error_and_nobody_waits_for_it(tmp_path: Path) -> None:
     os.mkfifo(segment_path(tmp_path, 1))
     with pytest.raises(StoreUnavailableError, match=r"cannot be opened: .*not a regular file"):
-        asyncio.run(LogStore.open(tmp_path))
+        await LogStore.open(tmp_path)

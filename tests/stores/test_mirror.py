@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -116,152 +115,128 @@ async def everything(store: LogStore) -> list[object]:
     return [contents(await store.freeze(rollout_id)) for rollout_id in await store.rollout_ids()]
 
 
-def test_both_copies_are_the_same_bytes(tmp_path: Path) -> None:
+async def test_both_copies_are_the_same_bytes(tmp_path: Path) -> None:
     """Through many segments, retirements, compaction and a restart."""
 
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        store = await opened(tmp_path / "log", nodes)
-        await record(store, "stay", "c1", "c2")
-        for number in range(12):
-            await record(store, f"r{number}", "c1")
-            await drop(store, f"r{number}")
-        await store.compact()
-        assert 1 < len(files(nodes.path(0))) < 12
-        assert files(nodes.path(0)) == files(tmp_path / "log")
-        await store.close()
-        store = await opened(tmp_path / "log", nodes)
-        await record(store, "stay", "c3")
-        assert files(nodes.path(0)) == files(tmp_path / "log")
-        assert not store.stats().has_lost_mirror
-        await store.close()
-
-    asyncio.run(scenario())
+    nodes = Nodes(tmp_path)
+    store = await opened(tmp_path / "log", nodes)
+    await record(store, "stay", "c1", "c2")
+    for number in range(12):
+        await record(store, f"r{number}", "c1")
+        await drop(store, f"r{number}")
+    await store.compact()
+    assert 1 < len(files(nodes.path(0))) < 12
+    assert files(nodes.path(0)) == files(tmp_path / "log")
+    await store.close()
+    store = await opened(tmp_path / "log", nodes)
+    await record(store, "stay", "c3")
+    assert files(nodes.path(0)) == files(tmp_path / "log")
+    assert not store.stats().has_lost_mirror
+    await store.close()
 
 
-def test_a_lost_log_begins_with_what_its_mirror_has(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        store = await opened(tmp_path / "log", nodes)
-        for number in range(5):
-            await record(store, f"r{number}", "c1", "c2", "c3")
-        await drop(store, "r2")
-        before = await everything(store)
-        await store.close()
-        shutil.rmtree(tmp_path / "log")
-        store = await opened(tmp_path / "elsewhere", nodes)
-        assert await everything(store) == before
-        await record(store, "r1", "c4")
-        assert files(nodes.path(0)) == files(tmp_path / "elsewhere")
-        await store.close()
-
-    asyncio.run(scenario())
+async def test_a_lost_log_begins_with_what_its_mirror_has(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    store = await opened(tmp_path / "log", nodes)
+    for number in range(5):
+        await record(store, f"r{number}", "c1", "c2", "c3")
+    await drop(store, "r2")
+    before = await everything(store)
+    await store.close()
+    shutil.rmtree(tmp_path / "log")
+    store = await opened(tmp_path / "elsewhere", nodes)
+    assert await everything(store) == before
+    await record(store, "r1", "c4")
+    assert files(nodes.path(0)) == files(tmp_path / "elsewhere")
+    await store.close()
 
 
-def test_what_a_log_left_behind_is_not_taken_for_it(tmp_path: Path) -> None:
+async def test_what_a_log_left_behind_is_not_taken_for_it(tmp_path: Path) -> None:
     """A node that was thought lost comes back with an old log: the newer copy counts."""
 
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        store = await opened(tmp_path / "a", nodes)
-        await record(store, "r1", "c1")
-        await store.close()
-        store = await opened(tmp_path / "b", nodes)
-        await record(store, "r1", "c2")
-        before = await everything(store)
-        await store.close()
-        store = await opened(tmp_path / "a", nodes)
-        assert await everything(store) == before
-        assert files(nodes.path(0)) == files(tmp_path / "a")
-        await store.close()
-
-    asyncio.run(scenario())
+    nodes = Nodes(tmp_path)
+    store = await opened(tmp_path / "a", nodes)
+    await record(store, "r1", "c1")
+    await store.close()
+    store = await opened(tmp_path / "b", nodes)
+    await record(store, "r1", "c2")
+    before = await everything(store)
+    await store.close()
+    store = await opened(tmp_path / "a", nodes)
+    assert await everything(store) == before
+    assert files(nodes.path(0)) == files(tmp_path / "a")
+    await store.close()
 
 
-def test_an_owner_that_was_thought_lost_acknowledges_nothing_more(tmp_path: Path) -> None:
+async def test_an_owner_that_was_thought_lost_acknowledges_nothing_more(tmp_path: Path) -> None:
     """It may still run, cut off from whoever opened the log anew; they share a mirror, not a disk."""
 
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        seldom = Mirror(nodes.find, newest=nodes.newest, look_again_after_s=3_600.0)
-        old = await LogStore.open(tmp_path / "a", mirror=seldom)
-        epoch = await old.write(Begin(sample_intent("r1", "c1")))
-        new = await opened(tmp_path / "b", nodes)
-        for _ in range(3):
-            with pytest.raises(StoreUnavailableError, match="opened anew on another node"):
-                await old.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
-        await new.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
-        with pytest.raises(StoreUnavailableError):
-            await old.write(Begin(sample_intent("r1", "c2")))
-        assert files(nodes.path(0)) == files(tmp_path / "b")
-        await old.close()
-        await new.close()
-
-    asyncio.run(scenario())
+    nodes = Nodes(tmp_path)
+    seldom = Mirror(nodes.find, newest=nodes.newest, look_again_after_s=3_600.0)
+    old = await LogStore.open(tmp_path / "a", mirror=seldom)
+    epoch = await old.write(Begin(sample_intent("r1", "c1")))
+    new = await opened(tmp_path / "b", nodes)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailableError, match="opened anew on another node"):
+            await old.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
+    await new.write(Commit(sample_entry("r1", "c1"), epoch=epoch))
+    with pytest.raises(StoreUnavailableError):
+        await old.write(Begin(sample_intent("r1", "c2")))
+    assert files(nodes.path(0)) == files(tmp_path / "b")
+    await old.close()
+    await new.close()
 
 
 @pytest.mark.parametrize("in_the_middle", [False, True])
-def test_a_lost_mirror_is_replaced_and_filled_up(tmp_path: Path, in_the_middle: bool) -> None:
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path, nodes=2)
-        store = await opened(tmp_path / "log", nodes)
-        await record(store, "r1", "c1", "c2", "c3")
-        if in_the_middle:
-            nodes.peers[0].loses_appends = True
-        else:
-            nodes.peers[0].lose()
-        await record(store, "r1", "c4")
-        assert len(nodes.peers) == 2
-        assert files(nodes.path(1)) == files(tmp_path / "log")
-        await store.close()
-
-    asyncio.run(scenario())
-
-
-def test_a_log_without_a_node_for_its_mirror_goes_on_and_says_so(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        store = await opened(tmp_path / "log", nodes)
-        await record(store, "r1", "c1")
+async def test_a_lost_mirror_is_replaced_and_filled_up(tmp_path: Path, in_the_middle: bool) -> None:
+    nodes = Nodes(tmp_path, nodes=2)
+    store = await opened(tmp_path / "log", nodes)
+    await record(store, "r1", "c1", "c2", "c3")
+    if in_the_middle:
+        nodes.peers[0].loses_appends = True
+    else:
         nodes.peers[0].lose()
-        await record(store, "r1", "c2")
-        assert store.stats().has_lost_mirror
-        nodes.add()
-        await record(store, "r1", "c3")
-        assert not store.stats().has_lost_mirror
-        assert files(nodes.path(1)) == files(tmp_path / "log")
-        await store.close()
-
-    asyncio.run(scenario())
+    await record(store, "r1", "c4")
+    assert len(nodes.peers) == 2
+    assert files(nodes.path(1)) == files(tmp_path / "log")
+    await store.close()
 
 
-def test_a_write_that_failed_is_in_neither_copy(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        nodes, disk = Nodes(tmp_path), FullDisk(1 << 60)
-        store = await opened(tmp_path / "log", nodes, Disk(write=disk))
-        await record(store, "r1", "c1")
-        epoch = await store.write(Begin(sample_intent("r1", "c2")))
-        disk.room_bytes = 50
-        with pytest.raises(StoreUnavailableError):
-            await store.write(Commit(sample_entry("r1", "c2"), epoch=epoch))
-        assert files(nodes.path(0)) == files(tmp_path / "log")
-        disk.room_bytes = 1 << 60
+async def test_a_log_without_a_node_for_its_mirror_goes_on_and_says_so(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    store = await opened(tmp_path / "log", nodes)
+    await record(store, "r1", "c1")
+    nodes.peers[0].lose()
+    await record(store, "r1", "c2")
+    assert store.stats().has_lost_mirror
+    nodes.add()
+    await record(store, "r1", "c3")
+    assert not store.stats().has_lost_mirror
+    assert files(nodes.path(1)) == files(tmp_path / "log")
+    await store.close()
+
+
+async def test_a_write_that_failed_is_in_neither_copy(tmp_path: Path) -> None:
+    nodes, disk = Nodes(tmp_path), FullDisk(1 << 60)
+    store = await opened(tmp_path / "log", nodes, Disk(write=disk))
+    await record(store, "r1", "c1")
+    epoch = await store.write(Begin(sample_intent("r1", "c2")))
+    disk.room_bytes = 50
+    with pytest.raises(StoreUnavailableError):
         await store.write(Commit(sample_entry("r1", "c2"), epoch=epoch))
-        assert files(nodes.path(0)) == files(tmp_path / "log")
-        await store.close()
+    assert files(nodes.path(0)) == files(tmp_path / "log")
+    disk.room_bytes = 1 << 60
+    await store.write(Commit(sample_entry("r1", "c2"), epoch=epoch))
+    assert files(nodes.path(0)) == files(tmp_path / "log")
+    await store.close()
 
-    asyncio.run(scenario())
 
-
-def test_an_old_log_is_not_opened_in_place_of_a_mirror_that_is_lost_while_it_is_read(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        nodes = Nodes(tmp_path)
-        store = await opened(tmp_path / "log", nodes)
-        await record(store, "r1", "c1")
-        await store.close()
-        peer = nodes.peers[0]
-        peer.lose()
-        with pytest.raises(StoreUnavailableError, match="the mirror of the log cannot be read"):
-            await LogStore.open(tmp_path / "elsewhere", mirror=Mirror(lambda: peer, newest=lambda: peer))
-
-    asyncio.run(scenario())
+async def test_an_old_log_is_not_opened_in_place_of_a_mirror_that_is_lost_while_it_is_read(tmp_path: Path) -> None:
+    nodes = Nodes(tmp_path)
+    store = await opened(tmp_path / "log", nodes)
+    await record(store, "r1", "c1")
+    await store.close()
+    peer = nodes.peers[0]
+    peer.lose()
+    with pytest.raises(StoreUnavailableError, match="the mirror of the log cannot be read"):
+        await LogStore.open(tmp_path / "elsewhere", mirror=Mirror(lambda: peer, newest=lambda: peer))

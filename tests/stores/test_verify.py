@@ -171,27 +171,24 @@ def test_an_entry_whose_content_was_damaged_before_it_was_framed_is_found(log: P
     assert found(log) == [("unreadable_record", "a", "c9")]
 
 
-def test_a_log_is_verified_while_a_store_writes_to_it_and_compacts_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        store = await LogStore.open(tmp_path, segment_bytes=4096)
-        done = asyncio.Event()
+async def test_a_log_is_verified_while_a_store_writes_to_it_and_compacts_it(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, segment_bytes=4096)
+    done = asyncio.Event()
 
-        async def write() -> None:
-            number = 0
-            while not done.is_set():
-                await run_call(store, f"r{number}", "c")
-                snapshot = await store.freeze(f"r{number}")
-                await store.write(Drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version))
-                number += 1
+    async def write() -> None:
+        number = 0
+        while not done.is_set():
+            await run_call(store, f"r{number}", "c")
+            snapshot = await store.freeze(f"r{number}")
+            await store.write(Drop(snapshot.rollout_id, snapshot.snapshot_id, snapshot.version))
+            number += 1
 
-        writer = asyncio.create_task(write())
-        for _ in range(20):
-            assert (await asyncio.to_thread(verify, tmp_path)).is_sound
-        done.set()
-        await writer
-        await store.close()
-
-    asyncio.run(scenario())
+    writer = asyncio.create_task(write())
+    for _ in range(20):
+        assert (await asyncio.to_thread(verify, tmp_path)).is_sound
+    done.set()
+    await writer
+    await store.close()
 
 
 def test_a_directory_that_cannot_be_read_is_said(log: Path) -> None:
