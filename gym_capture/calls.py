@@ -27,7 +27,7 @@ ToolChoice: TypeAlias = Literal["auto", "none", "required"] | NamedToolChoice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRequest:
-    """What a client asks, dialect-neutral."""
+    """A client's request, dialect-neutral."""
 
     requested_model: str
     conversation: Conversation
@@ -45,7 +45,7 @@ class ModelRequest:
     raw_prompt: str | None = None
     """Text to continue as it is, without a chat template; the conversation is empty then."""
     left_out: tuple[str, ...] = ()
-    """What the client offered that the policy is not shown, by name: tools that only a vendor's servers could run."""
+    """Names of tools that the client offered and the policy is not shown: only a vendor's servers could run them."""
     echo: Mapping[str, Any] = field(default_factory=dict)
     """Fields of the body that the dialect's reply repeats. Nobody else reads them."""
 
@@ -91,7 +91,7 @@ def sendable(event: ReplyEvent) -> ReplyEvent:
 
 
 class TokenLogProb(NamedTuple):
-    """What a client that asks for log probabilities sees of one generated token."""
+    """One generated token as a client sees it that asks for log probabilities."""
 
     token: str
     log_prob: float

@@ -53,7 +53,7 @@ class AssistantTurn(NamedTuple):
 
 
 class ToolResult(NamedTuple):
-    """What a tool answered to the call with id `call_id`."""
+    """A tool's answer to the call with id `call_id`."""
 
     call_id: str
     text: str
@@ -85,7 +85,7 @@ class Tool(NamedTuple):
 
 
 class Conversation(NamedTuple):
-    """What a request asks the model to continue."""
+    """The conversation that a request asks the model to continue."""
 
     items: tuple[Item, ...]
     tools: tuple[Tool, ...] = ()

@@ -68,7 +68,7 @@ class GymCaptureError(Exception):
 
 
 def described(error: BaseException) -> str:
-    """What was raised, and where: it is often a bug in what a user wrote."""
+    """An exception in words, and where it was raised: often a bug in what a user wrote."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {error}"[:_LONGEST] + where
@@ -148,7 +148,7 @@ class Overflow(NamedTuple):
     tokens: int
     """Of the prompt."""
     context: int
-    """What the model's context holds, generation included."""
+    """Ids that the model's context holds, generation included."""
     is_at_least: bool = False
     """The prompt was not rendered, since it is far too long: `tokens` is what it has at least."""
 
@@ -159,7 +159,7 @@ class Overflow(NamedTuple):
 
     @property
     def longest_prompt(self) -> int:
-        """What would have fitted: one token is left to generate."""
+        """The longest prompt that would have fitted: one token is left to generate."""
         return self.context - 1
 
 

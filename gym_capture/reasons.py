@@ -37,7 +37,7 @@ class Reason(StrEnum):
 
 
 class CaptureMark(Reason):
-    """What the capture of a rollout lacks."""
+    """Something that the capture of a rollout lacks."""
 
     DANGLING_INTENT = (
         "dangling_intent",
@@ -73,7 +73,7 @@ class CaptureMark(Reason):
 
 
 class ProblemReason(Reason):
-    """What is wrong with the records of a rollout: `RecordProblem.reason`."""
+    """A fault in the records of a rollout: `RecordProblem.reason`."""
 
     MALFORMED_RECORD = (
         "malformed_record",
@@ -136,7 +136,7 @@ class ProblemReason(Reason):
 
 
 class MaskReason(Reason):
-    """What a build finds against a rollout whose records can be read."""
+    """A build's objection to a rollout whose records can be read."""
 
     NO_CALLS = (
         "no_calls",
@@ -332,7 +332,7 @@ class NotSplicedReason(Reason):
 
 
 class AuditReason(Reason):
-    """What a dry run of the splice finds although it was not refused. A graph never gets to record it."""
+    """A finding of a dry run of the splice although it was not refused. A graph never gets to record it."""
 
     PREFIX_LOST = (
         "prefix_lost",

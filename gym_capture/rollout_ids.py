@@ -1,4 +1,4 @@
-"""What a rollout id may be: checked before the id touches a file name, a log or a metric label."""
+"""Rollout ids: their form is checked before the id touches a file name, a log or a metric label."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StepBatch:
-    """What one step trains on."""
+    """The rows that one step trains on."""
 
     micro_batches: tuple[MicroBatch, ...]
     rollouts: int

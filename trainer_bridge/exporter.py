@@ -37,7 +37,7 @@ class Exporter(Protocol):
 
     @property
     def files(self) -> tuple[str, ...]:
-        """What it writes, as shell patterns: an earlier export is known by them."""
+        """The files it writes, as shell patterns: an earlier export is known by them."""
         ...
 
     def export(self, rollouts: Iterable[tuple[FinishedRollout, ...]], create: Create) -> None:
@@ -51,7 +51,7 @@ EXPORTERS: Final[tuple[Exporter, ...]] = (NemoRlExporter(),)
 
 @dataclass(slots=True)
 class ExportReport:
-    """What was exported."""
+    """The account of an export."""
 
     groups: int = 0
     rollouts: int = 0

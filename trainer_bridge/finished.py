@@ -30,12 +30,12 @@ COLUMNS: Final = (
     *("output_items", "token_item_indices", "model", "agent_name", "input"),
     *_COUNTS,
 )
-"""What exporters read of a table of trajectories."""
+"""The columns of a table of trajectories that exporters read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What one call generated, as a client saw it."""
+    """The turn that one call generated, as a client saw it."""
 
     output_items: tuple[JsonObject, ...]
     """Responses items, without token arrays."""

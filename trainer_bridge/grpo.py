@@ -50,7 +50,7 @@ class GrpoOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """What a step did. Of several updates, `loss`, `grad_norm` and `clip_fraction` are of the last."""
+    """The account of a step. Of several updates, `loss`, `grad_norm` and `clip_fraction` are of the last."""
 
     loss: float
     grad_norm: float

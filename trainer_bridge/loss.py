@@ -25,7 +25,7 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:
-    """What the loss is."""
+    """Options of the loss."""
 
     clip_low: float = 0.2
     clip_high: float = 0.2

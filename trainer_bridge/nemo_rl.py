@@ -231,7 +231,7 @@ def _token_only_item() -> JsonObject:
 
 
 def _placeholder(prompt_ids: IdArray) -> JsonObject:
-    """What a masked record shows for a rollout with nothing to show."""
+    """The output of a masked record for a rollout with nothing to show."""
     return _token_only_item() | {
         "prompt_token_ids": prompt_ids.tolist(),
         "generation_token_ids": [0],

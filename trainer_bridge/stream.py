@@ -31,7 +31,7 @@ TRAIN_COLUMNS: Final = (
     *("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason"),
     *("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons"),
 )
-"""What a training loop reads of a table of trajectories."""
+"""The columns of a table of trajectories that a training loop reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -155,7 +155,7 @@ def rows_by_rollout(batches: Iterable[Batch], columns: Sequence[str]) -> Iterato
 
 
 def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterator[tuple[TrainRollout, ...]]:
-    """What to train on at once: whole groups, until there are `rollouts_per_step` rollouts or none left."""
+    """Batches to train on at once: whole groups, until there are `rollouts_per_step` rollouts or none left."""
     waiting: list[TrainRollout] = []
     for rollout in rollouts:
         if len(waiting) >= rollouts_per_step and rollout.group_id != waiting[-1].group_id:

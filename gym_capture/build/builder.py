@@ -49,7 +49,7 @@ _WELL_PLACED: Final = frozenset(ExcludedReason) - {ExcludedReason.UNPLACED_PAREN
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildOptions:
-    """What to make of a rollout."""
+    """Options of a build."""
 
     strategy: Literal["prefix_merging", "per_request"] = "prefix_merging"
     """`prefix_merging`: one sequence for each chain of calls. `per_request`: one for each call with loss."""
@@ -71,7 +71,7 @@ class ExcludedCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildCounts:
-    """What the build kept and what it did not. Tokens are generated ids."""
+    """Counts of kept and excluded calls and tokens. Tokens are generated ids."""
 
     n_calls: int
     """Distinct calls with a record in the snapshot, whatever became of them."""
@@ -101,7 +101,7 @@ class BuildCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BuiltRollout:
-    """What a rollout gives to train on. A masked one keeps what could be built; consumers must honour `masked`."""
+    """A rollout, built. A masked one keeps what could be built; consumers must honour `masked`."""
 
     rollout_id: str
     trajectories: tuple[Trajectory, ...]

@@ -137,7 +137,7 @@ class Forest:
     unplaced: Mapping[int, Reason]
     """The calls without a provable place -> why."""
     reasons: tuple[str, ...]
-    """What masks the rollout: `<name>:<call id>:<field>`."""
+    """The reason that masks the rollout: `<name>:<call id>:<field>`."""
 
     def placed(self, position: int) -> TokenEntry:
         """A call that has a place; suffixes have none."""
@@ -221,7 +221,7 @@ class _Linker:
                 self._refuse(position, MaskReason.PARENT_MISMATCH, "parent.cum_len")
 
     def unplace_suffixes(self) -> None:
-        """What is still a suffix although its parent is here: whoever froze the rollout did not `complete` it."""
+        """Suffixes although their parent is here: whoever froze the rollout did not `complete` it."""
         left = [
             position
             for position, entry in enumerate(self.entries)
@@ -255,7 +255,7 @@ class _Linker:
                 self.unplaced[position] = MaskReason.AMBIGUOUS_PARENT
 
     def unplace_descendants(self) -> None:
-        """What continues a call without a place has none either: its own ids may be known, but not their history."""
+        """Calls that continue one without a place have none either: its own ids may be known, but not their history."""
         children = self._children()
         pending = list(self.unplaced)
         while pending:

@@ -62,7 +62,7 @@ class Trajectory:
 
 
 class Segment(NamedTuple):
-    """What one call adds to a sequence."""
+    """The ids that one call adds to a sequence."""
 
     entry: TokenEntry
     start: int

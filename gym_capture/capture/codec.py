@@ -109,7 +109,7 @@ _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_
 
 
 class EntryKey(NamedTuple):
-    """What a store needs of an encoded entry."""
+    """The part of an encoded entry that a store needs."""
 
     rollout_id: str
     call_id: str

@@ -19,14 +19,14 @@ from gym_capture.errors import RecordError
 to_text: Final = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), check_circular=False).encode
 _from_json: Final = json.JSONDecoder().decode
 _NULL: Final = b"null"
-"""What orjson writes for an infinity; and for None, and as part of a text."""
+"""orjson's word for an infinity; also for None, and in texts."""
 _MANY_DIGITS: Final = b"0" * 19
 """An integer beyond 64 bits, maybe: orjson would make it a float."""
 _ANY_DIGIT_AS_0: Final = bytes.maketrans(b"123456789", b"000000000")
 _BY_THE_BOOK: Final = (
     orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_SUBCLASS
 )
-"""What is not JSON is refused, as by the standard library."""
+"""Refuses values that are not JSON, as the standard library does."""
 
 
 def dump_json(value: object) -> bytes:
@@ -42,7 +42,7 @@ def dump_json(value: object) -> bytes:
 
 
 def load_json(data: bytes, field: str) -> Any:
-    """What the bytes say. Raises `RecordError`, naming `field`, if they are no JSON."""
+    """The value of the bytes. Raises `RecordError`, naming `field`, if they are no JSON."""
     if _MANY_DIGITS not in data.translate(_ANY_DIGIT_AS_0):
         try:
             return orjson.loads(data)

@@ -1,4 +1,4 @@
-"""What can be said of a rollout, as values: a store has one method, `RecordStore.write`, that takes any of them.
+"""Everything that can be said of a rollout, as values: a store's one method, `RecordStore.write`, takes any of them.
 
 Invariant: each is idempotent for equal content, so it may be repeated when nobody knows whether it arrived. What is
 said of a call carries the epoch that beginning it gave; `Drop` and `Clear` end an epoch, and who still writes under it
@@ -52,7 +52,7 @@ class Commit:
     """Whole, or a suffix."""
     epoch: int = field(kw_only=True)
     encoded: bytes | None = field(default=None, kw_only=True, repr=False)
-    """What `entry` was decoded from, if it came as bytes (`codec.encode_suffix`): then it need not be encoded again."""
+    """The bytes that `entry` was decoded from, if it came so: it need not be encoded again (`codec.encode_suffix`)."""
 
     @property
     def rollout_id(self) -> str:

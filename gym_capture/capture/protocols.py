@@ -38,7 +38,7 @@ class TokenSource(Protocol):
 
 
 class RecordStore(TokenSource, Protocol):
-    """What every store is: records written through it are read back through it, also after a restart."""
+    """A store: records written through it are read back through it, also after a restart."""
 
     async def write(self, operation: Operation) -> int:
         """Makes what is said of a rollout durable (`operations` says what there is to say, and what is refused).

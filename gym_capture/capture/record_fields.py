@@ -23,7 +23,7 @@ _Record = TypeVar("_Record", bound=CallRecord)
 
 
 class Kind(enum.Enum):
-    """What the values of a field are."""
+    """The kind of a field's values."""
 
     TEXT = enum.auto()
     """`str`; empty: not known."""

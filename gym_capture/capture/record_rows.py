@@ -102,7 +102,7 @@ def row_json(value: object) -> bytes:
 
 
 def _listed(value: object) -> object:
-    """What the encoders do not know: arrays, for orjson those whose layout is not the plain one."""
+    """Values that the encoders do not know: arrays, for orjson those whose layout is not the plain one."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON")

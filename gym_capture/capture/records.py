@@ -1,4 +1,4 @@
-"""What is recorded of a model call, exactly as the engine saw and produced it.
+"""Records of model calls, exactly as the engine saw and produced them.
 
 Invariant: a `TokenEntry` that exists is well-formed. Its arrays are read-only, its log probabilities are finite
 and aligned with its generated ids, its ids are non-negative int32. Whatever cannot be made into one is a
@@ -37,7 +37,7 @@ LOG_PROB_ROUNDING: Final = 1e-3
 CUT_OFF: Final[Mapping[str, ExcludedReason]] = {"abort": ExcludedReason.ABORTED, "error": ExcludedReason.FAILED}
 """Finish reasons of generations that someone other than the policy ended: what they would have been is not known."""
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-"""What APIs call the limit of a generation among the sampling parameters."""
+"""The names that APIs have for the limit of a generation."""
 _DIGEST_DOMAIN: Final = b"gym-capture/ids/1\0"
 _INT32: Final = np.dtype(np.int32)
 _FLOAT32: Final = np.dtype(np.float32)
@@ -83,7 +83,7 @@ class WeightSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallRequest:
-    """What was asked for."""
+    """The request."""
 
     requested_model: str = ""
     """The model name that the client asked for; harnesses ask for several. Empty: not known."""
@@ -111,7 +111,7 @@ class CallRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallReply:
-    """What was answered, but for the ids."""
+    """The reply, but for its ids."""
 
     output_items: tuple[Mapping[str, Any], ...] = ()
     """The assistant's turn as Responses items (text, tool calls, reasoning), without token arrays."""
@@ -147,7 +147,7 @@ class PrefixSupply:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PolicyTrace:
-    """What generated, and what the engine tells of how."""
+    """The policy that generated, and the engine's account of how."""
 
     model: str = ""
     """The policy that generated."""
@@ -163,7 +163,7 @@ class PolicyTrace:
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class CallRecord:
-    """What is recorded of a call, in whichever form its prompt is: a `TokenEntry` or an `EntrySuffix`.
+    """The record of a call, in either form of its prompt: a `TokenEntry` or an `EntrySuffix`.
 
     Raises `RecordError`, naming the field, when made from anything that is not well-formed.
     """
@@ -199,7 +199,7 @@ class CallRecord:
         return self.prompt_len + self.generation_token_ids.size
 
     def _check(self) -> None:
-        """What is asked of every record, whatever its prompt is."""
+        """Checks of every record, whatever its prompt is."""
         check_rollout_id(self.rollout_id)
         if not self.model_call_id:
             raise self._error("model_call_id", "must not be empty")
@@ -362,7 +362,7 @@ class CallIntent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LostCall:
-    """What other calls show of one that was begun and left neither a record nor a refusal."""
+    """A call that was begun and left neither a record nor a refusal, as other calls show it."""
 
     model_call_id: str
     retries: tuple[str, ...]
@@ -408,7 +408,7 @@ class Snapshot:
 
 
 def delivered_by(said: Iterable[bool | None]) -> bool | None:
-    """What comes of all that is said of one reply's delivery, None being nothing.
+    """Whether a reply was delivered, of all that is said of it; None says nothing.
 
     If it is said both that it was delivered and that it was not, it was not: a connection can turn out to have been
     lost after everything was handed to it.

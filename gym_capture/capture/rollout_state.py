@@ -1,4 +1,4 @@
-"""What a store knows of one rollout: a pure state machine, shared by every store of this package.
+"""The facts of one rollout: a pure state machine, shared by every store of this package.
 
 Invariant: the state is a set of facts of one epoch, and facts are only ever added. So applying the same events in
 any order, any number of times, gives the same state - which is what lets a log be replayed, compacted and merged
@@ -51,7 +51,7 @@ class Begun:
 
     @property
     def value(self) -> bytes:
-        """What the call is for (`_purpose`)."""
+        """The call's purpose (`_purpose`)."""
         return _purpose(self.intent)
 
 
@@ -164,12 +164,12 @@ _NONE: Final[Mapping[Any, bytes]] = MappingProxyType({})
 
 
 class Decision(NamedTuple):
-    """What an operation comes to. An error is raised after the event, if there is one, is durable."""
+    """The fact that an operation adds, if any. An error is raised after the event, if there is one, is durable."""
 
     event: Event | None = None
     error: StoreError | None = None
     epoch: int = 0
-    """What the rollout's writes carry once the event is durable; 0: nothing is known of it."""
+    """The epoch of the rollout's writes once the event is durable; 0: nothing is known of it."""
 
 
 class Retirement(NamedTuple):
@@ -221,7 +221,7 @@ class RolloutState:
     # deciding: nothing changes
 
     def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
-        """What a checked operation comes to. `payload_digest`: of the record of a `Commit`."""
+        """Decides a checked operation. `payload_digest`: of the record of a `Commit`."""
         match operation:
             case Begin(intent):
                 is_closed = self.retired is not None and self.retired.refuses_calls
@@ -334,7 +334,7 @@ class RolloutState:
         return Frozen(snapshot, self._delivery())
 
     def _lost_calls(self, dangling: Set[str]) -> tuple[LostCall, ...]:
-        """What is known of calls that were begun and then lost.
+        """Calls that were begun and then lost, with what is known of them.
 
         Nothing, unless it is known of every call what it was for: any could be the one that goes on from a lost reply.
         """
@@ -392,7 +392,7 @@ _NO_KEY: Final = bytes(_KEY_BYTES)
 
 
 class _Purpose(NamedTuple):
-    """What a call is for, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
+    """A call's purpose, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
 
     body: bytes
     request: bytes

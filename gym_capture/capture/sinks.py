@@ -54,6 +54,6 @@ class BegunCall:
     sink: TokenSink
     """Where it is recorded."""
     resolution: Resolution
-    """What it continues."""
+    """The call that it continues, if any."""
     may_be_retry: bool = False
     """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""

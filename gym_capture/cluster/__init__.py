@@ -1,1 +1,1 @@
-"""What is about Ray itself, whoever uses it: the environment of its processes, and the answers of its actors."""
+"""Ray itself, whoever uses it: the environment of its processes, and the answers of its actors."""

@@ -33,7 +33,7 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
 
 
 def what_proxy_lacks(balance_algorithm: str) -> str | None:
-    """What is wrong with a HAProxy that runs with this `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM`."""
+    """The fault of a HAProxy that runs with this `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM`."""
     if _NO_SPLICING in balance_algorithm:
         return None
     return (

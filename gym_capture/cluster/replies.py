@@ -1,4 +1,4 @@
-"""What Ray actors answer, and what they raise without the trace of another process around it."""
+"""Answers of Ray actors, and their errors without the trace of another process around them."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def answer(replies: Any) -> Any:
 
 
 def cause_of(error: RayTaskError) -> BaseException:
-    """What was raised in the actor, if Ray could carry it over; else `error` itself."""
+    """The error that the actor raised, if Ray could carry it over; else `error` itself."""
     return error.cause if isinstance(error.cause, Exception) else error

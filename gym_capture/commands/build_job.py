@@ -42,7 +42,7 @@ class Delivery(StrEnum):
 
 
 class AdvantageScale(StrEnum):
-    """What a group's centered rewards are divided by."""
+    """The divisor of a group's centered rewards."""
 
     NONE = "none"
     POPULATION_STD = "population_std"

@@ -1,4 +1,4 @@
-"""What `build` and `build-job` have in common: the list of rollouts, the progress bar, the account, the exit code.
+"""Common to `build` and `build-job`: the list of rollouts, the progress bar, the account, the exit code.
 
 Invariant: of any build, with Ray or without, a person reads the same account under the same names.
 """
@@ -84,7 +84,7 @@ def show(built: BuildReport, out: str | Path, *, as_json: bool, console: Console
 
 
 def account(built: BuildReport, out: str | Path) -> Table:
-    """What a person wants to know of a build."""
+    """The account of a build, for a person."""
     table = Table(title=f"trajectories in {escape(str(out))}", title_justify="left", show_header=False, box=None)
     table.add_column()
     table.add_column(justify="right")

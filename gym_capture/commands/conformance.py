@@ -76,7 +76,7 @@ def command(
 
 
 def results_table(factory: str, results: Sequence[Result]) -> Table:
-    """What was checked and what came of it; of a check that failed, the contract and what was found instead."""
+    """A line for each check and its result; of a check that failed, the contract and what was found instead."""
     failed = sum(not result.passed for result in results)
     outcome = f"{failed} of {len(results)} checks failed" if failed else f"all {len(results)} checks passed"
     table = Table(title=escape(f"{factory}: {outcome}"), title_justify="left")
@@ -96,7 +96,7 @@ class _Opener:
     open_store: Callable[..., Any]
     kwargs: dict[str, Any]
     protocols: Sequence[type]
-    """What the store must be."""
+    """The protocol that the store must have."""
     root: Path = field(default_factory=Path)
     """Where stores get directories. Their last parts are new too: elsewhere it may be all that a store goes by."""
     _opened: int = 0

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class WeighBy(StrEnum):
-    """What weighs the same in the loss."""
+    """The unit that weighs the same in the loss."""
 
     ROLLOUT = "rollout"
     TOKEN = "token"
@@ -117,7 +117,7 @@ def command(
 
 
 def metrics_table(metrics: StepMetrics) -> Table:
-    """What a person wants to know of a step."""
+    """The account of a step, for a person."""
     table = Table(show_header=False, box=None)
     for name, value in asdict(metrics).items():
         if isinstance(value, dict):

@@ -52,7 +52,7 @@ _StoreT = TypeVar("_StoreT", bound=Store)
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of one check."""
+    """The result of one check."""
 
     name: str
     contract: str
@@ -103,7 +103,7 @@ async def run_one(
 
 
 async def settled(name: str, contract: str, attempt: Awaitable[None], timeout_s: float) -> Result:
-    """What becomes of `attempt`. Whatever it raises is the result."""
+    """The result of `attempt`. Whatever it raises is the result."""
     # Gathered, not awaited: whatever a foreign store raises is a result of the suite, not an end to it.
     (outcome,) = await asyncio.gather(asyncio.wait_for(attempt, timeout_s), return_exceptions=True)
     if outcome is None:

@@ -220,7 +220,7 @@ async def one_of_two_conflicting_puts_wins(store: Store) -> None:
 
 
 async def incomplete_marks_are_kept(store: Store) -> None:
-    """What was marked incomplete is in every later snapshot, once for each reason."""
+    """A mark of incompleteness is in every later snapshot, once for each reason."""
     entry, epoch = await run_call(store, "r", "c")
     failed = join_reason(CaptureMark.CAPTURE_FAILED, "c")
     for reason in (failed, "client_gone", "client_gone"):
@@ -231,7 +231,7 @@ async def incomplete_marks_are_kept(store: Store) -> None:
 
 
 async def delivery_marks_show_in_the_record(store: Store) -> None:
-    """What is said of a reply's delivery shows in the call's record and bumps the version, in any order."""
+    """A mark of a reply's delivery shows in the call's record and bumps the version, in any order."""
     first, epoch = await run_call(store, "r", "c1")
     await store.write(MarkDelivery("r", "c2", delivered=False, epoch=epoch))
     second, _ = await run_call(store, "r", "c2")

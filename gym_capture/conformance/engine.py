@@ -182,7 +182,7 @@ async def sampling_is_on_record(engine: Engine) -> None:
 
 
 async def events_make_a_turn(engine: Engine) -> None:
-    """What the parser makes of the chunks, streamed or not, can be put together to a turn."""
+    """The parser's events for the chunks, streamed or not, can be put together to a turn."""
     for stream in (False, True):
         generation = _generation(engine, stream=stream)
         builder = TurnBuilder()

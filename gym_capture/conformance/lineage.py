@@ -35,7 +35,7 @@ from gym_capture.reasons import RequestRule, UnresolvedReason
 
 
 class StoreWithLineage(Store, LineageStore, Protocol):
-    """What these checks test: a store whose records can be looked up as parents."""
+    """The store under test: one whose records can be looked up as parents."""
 
 
 LineageFactory: TypeAlias = Callable[[], Awaitable[StoreWithLineage]]
@@ -171,7 +171,7 @@ async def refused_put_changes_nothing(store: StoreWithLineage) -> None:
 
 
 async def earlier_attempts_are_forgotten(store: StoreWithLineage) -> None:
-    """What was cleared or dropped is no parent of the next attempt's calls."""
+    """A call that was cleared or dropped is no parent of the next attempt's calls."""
     old, _ = await run_call(store, "r", "old")
     await store.write(Clear("r"))
     _expect_unresolved(await store.resolve("r", _keys(old)), "after clear")

@@ -1,4 +1,4 @@
-"""What the checks are made of: the store under test, sample records, and expectations that say what was found."""
+"""Parts of the checks: the store under test, sample records, and expectations that say what was found."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gym_capture.capture.records import (
 from gym_capture.errors import GymCaptureError, RetiredRolloutError
 
 Store: TypeAlias = RecordStore
-"""What the suite tests."""
+"""The store under test."""
 Factory: TypeAlias = Callable[[], Awaitable[Store]]
 """Makes an empty store."""
 Reopen: TypeAlias = Callable[[Store], Awaitable[Store]]

@@ -43,7 +43,7 @@ _BATCH_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutSummary:
-    """What became of one rollout. Small: a job keeps one for each rollout where it never keeps rows."""
+    """The account of one rollout. Small: a job keeps one for each rollout where it never keeps rows."""
 
     rollout_id: str
     group_id: str
@@ -64,7 +64,7 @@ class RolloutSummary:
     snapshot_version: int
     """The snapshot that the rows were built from: what may be dropped once they are safe."""
     details: tuple[str, ...] = ()
-    """What is wrong with its records, in words."""
+    """The faults of its records, in words."""
 
 
 async def build_groups(
@@ -189,7 +189,7 @@ def _failing_alone(request: Request) -> Iterator[list[Snapshot]]:
 
 
 def unusable(rollout_id: str, reason: ProblemReason, detail: str, *, call_id: str | None = None) -> Snapshot:
-    """What stands for the snapshot of a rollout that cannot be had: it masks it, and nothing can be dropped by it."""
+    """A stand-in for a snapshot that cannot be had: it masks the rollout, and nothing can be dropped by it."""
     problem = RecordProblem(reason=reason, call_id=call_id, field=None, detail=detail)
     return Snapshot(rollout_id=rollout_id, snapshot_id="", version=0, entries=(), problems=(problem,))
 
@@ -225,7 +225,7 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
 def summarize(
     request: Request, snapshot: Snapshot, built: BuiltRollout, mask_reasons: tuple[str, ...]
 ) -> RolloutSummary:
-    """What became of a rollout that was built; `mask_reasons` are all of them, those of the build included."""
+    """The account of a rollout that was built; `mask_reasons` are all of them, those of the build included."""
     first_prompt = None
     if built.trajectories:
         main = built.trajectories[0]

@@ -48,7 +48,7 @@ class JobOptions:
 
     build: BuildOptions = field(default_factory=BuildOptions)
     scale: Scale = "population_std"
-    """What a group's centered rewards are divided by."""
+    """The divisor of a group's centered rewards."""
     rollouts_per_part: int = ROLLOUTS_PER_PART
     """A part is one task and one file; it holds whole groups, so a larger group makes a larger part."""
     workers: int | None = None

@@ -45,7 +45,7 @@ class LocalRunner:
 
 
 def in_processes(work: Callable[[_Task], _Result], tasks: Sequence[_Task], workers: int) -> Generator[_Result]:
-    """What `work` makes of each of `tasks`, in their order, in processes of their own."""
+    """The results of `work` on each of `tasks`, in their order, from processes of their own."""
     before = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_begin_worker)
     try:

@@ -331,7 +331,7 @@ _FROM_LINES: Final[Mapping[Kind, Callable[[Header, str, Any], Any]]] = {
     Kind.SPANS: _spans,
     Kind.TENSOR: _rows,
 }
-"""What a value of a line becomes. Ids, parents and output items are read together with other fields."""
+"""The field that a value of a line becomes. Ids, parents and output items are read together with other fields."""
 _READERS: Final = {
     field.name: _FROM_LINES[field.kind] for field in FIELDS if field.in_nemo_gym and field.kind in _FROM_LINES
 }
@@ -418,7 +418,7 @@ class _LostCall(BaseModel):
 
 
 class _State(BaseModel):
-    """What the writer says of the whole rollout; all of it may be missing."""
+    """The writer's words on the whole rollout; all of them may be missing."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
@@ -477,7 +477,7 @@ def _lines(text: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _content(path: str, problems: list[RecordProblem]) -> bytes | None:
-    """What is in a file, nothing if it cannot be read; None: it is not there."""
+    """The contents of a file, nothing if it cannot be read; None: it is not there."""
     try:
         return read_regular(path)
     except FileNotFoundError:

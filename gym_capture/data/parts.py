@@ -46,7 +46,7 @@ _RETRY_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """What one worker builds, and the number of the file that it goes to."""
+    """The groups that one worker builds, and the number of their file."""
 
     number: int
     groups: tuple[tuple[Request, ...], ...]
@@ -62,7 +62,7 @@ class RowOptions:
 
     build: BuildOptions = field(default_factory=BuildOptions)
     scale: Scale = "population_std"
-    """What a group's centered rewards are divided by."""
+    """The divisor of a group's centered rewards."""
 
 
 @dataclass(frozen=True, slots=True)

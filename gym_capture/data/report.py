@@ -1,4 +1,4 @@
-"""What a build made of the rollouts that were asked for.
+"""A build's account of the rollouts that were asked for.
 
 Invariant: `requested == complete + len(incomplete) + len(missing)`; a rollout without a summary is missing, whatever
 the reason. Nothing that did not come back is left out of the account.

@@ -67,7 +67,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadRequests:
-    """What a file of rollouts held."""
+    """A file of rollouts, read."""
 
     table: pa.Table
     """Of `REQUEST_SCHEMA`."""

@@ -42,7 +42,7 @@ class Staging:
     out: str
     """As the user named the place that the files are for."""
     what: str
-    """What the files are, in messages."""
+    """The files' name in messages."""
     uri: str
 
     @contextmanager

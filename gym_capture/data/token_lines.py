@@ -57,7 +57,7 @@ _Int64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 
 
 class Header(BaseModel):
-    """What a line says beside its three arrays. Unknown fields are left out.
+    """The fields of a line beside its three arrays. Unknown fields are left out.
 
     Here are the fields that NeMo Gym has another form, or another meaning, for than our records; the others are those
     of `record_fields`, and stand in `values`. A field that a version does not have is as good as null.

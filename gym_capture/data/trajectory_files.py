@@ -36,7 +36,7 @@ PART_FILES: Final = "part-*.parquet"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is to be done with each part, as a value that any worker can be given."""
+    """The work to do on each part, as a value that any worker can be given."""
 
     source: SourceSpec
     options: RowOptions

@@ -41,7 +41,7 @@ from gym_capture.dialects.one_at_a_time import OneAtATime
 from gym_capture.lineage.echoes import is_cut
 
 OVERLOADED_STATUS: Final = 529
-"""What Anthropic's API answers instead of 503."""
+"""Anthropic's status in place of 503."""
 
 _ERROR_TYPES: Final = {
     "invalid_request": "invalid_request_error",

@@ -195,8 +195,8 @@ def _as_parts(text: str) -> list[dict[str, str]]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    """What templates want: an object. Text that is none becomes an empty one, as vLLM does it, and so does what nests
-    deeper than templates can write.
+    """Arguments as templates want them: an object. Text that is none becomes an empty one, as vLLM does it, and so does
+    what nests deeper than templates can write.
 
     The policy's own words are not lost by that: they are in the parent's ids, which a splice supplies as they are.
     """

@@ -62,7 +62,7 @@ class LineageCache:
     async def resolve(
         self, rollout_id: str, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()
     ) -> tuple[Resolution, bool]:
-        """What `LineageIndex.resolve` and `may_be_retry` say. Raises what reading the store raises."""
+        """The answers of `LineageIndex.resolve` and `may_be_retry`. Raises what reading the store raises."""
         # What somebody waits for stays until he had it: two rollouts that do not fit together would evict each other.
         self._awaited[rollout_id] += 1
         try:

@@ -77,7 +77,7 @@ class LineageIndex:
         return tuple(problem for entry in in_order for problem in self.add(entry))
 
     def resolve(self, rollout_id: str, turn_keys: Sequence[str], asked_keys: Sequence[str] = ()) -> Resolution:
-        """What a request with these turn keys continues (`protocols.LineageStore`).
+        """The call that a request with these turn keys continues (`protocols.LineageStore`).
 
         The latest turn that a call owns decides, even if it is ambiguous: going back further would cut off a turn that
         the policy did generate. Of calls with the same cumulative ids, which are interchangeable, the smallest id
@@ -223,7 +223,7 @@ class _Rollout:
         self.owners: dict[str, list[_Call]] = {}
         """By turn key: the calls that generated that turn and can be continued."""
         self.asked: set[str] = set()
-        """What was before those turns."""
+        """The conversation before those turns."""
         self.continued: set[str | None] = set()
         """The calls that others continue; None: there is a call without a parent."""
         self.has_unproven = False

@@ -46,7 +46,7 @@ from gym_capture.serving.capture import Capture, Tracked
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine runs, and why it is that."""
+    """The ids that the engine runs, and why those."""
 
     ids: IdArray
     resolution: Resolution
@@ -95,7 +95,7 @@ class CallInFlight:
         return bool(self._chunks) and self._chunks[-1].finish_reason is not None
 
     async def events(self) -> AsyncIterator[tuple[Sequence[ReplyEvent], tuple[TokenLogProb, ...] | None]]:
-        """What to stream, as it is generated. Raises an `EngineError`; a generation that just ends is one, too."""
+        """Events to stream, as they are generated. Raises an `EngineError`; a generation that just ends is one, too."""
         async for chunk in self._generation.chunks:
             self._chunks.append(chunk)
             events = [sendable(event) for event in self._generation.parser.feed(chunk)]
@@ -228,7 +228,7 @@ def _starts_with(ids: IdArray, prefix: IdArray) -> bool:
 
 
 def _parent(resolution: Resolution, *, supplied: bool, not_spliced: NotSplicedReason | None) -> Parent:
-    """What is recorded: a parent only if the engine's own prompt starts with its ids."""
+    """The parent to record: one only if the engine's own prompt starts with its ids."""
     if isinstance(resolution, Resolved):
         if supplied:
             return Continues(resolution.call_id, int(resolution.cumulative_ids.size))

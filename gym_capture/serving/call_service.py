@@ -70,7 +70,7 @@ class _Sessions:
 
 
 class CallState(Protocol):
-    """What model calls need of the state actors."""
+    """The part of the state actors that model calls need."""
 
     async def begin(self, intent: CallIntent, turn_keys: Sequence[str], asked_keys: Sequence[str]) -> BegunCall:
         """Makes the intent durable and resolves what the call continues: one round trip."""
@@ -237,7 +237,7 @@ class CallService:
         return generation, max_tokens
 
     async def snapshot(self, rollout_id: str) -> Snapshot:
-        """What is recorded of a rollout. Raises `UnknownRolloutError` if nothing is, or a `StoreError`."""
+        """A rollout's records, frozen. Raises `UnknownRolloutError` if nothing is, or a `StoreError`."""
         check_rollout_id(rollout_id)
         snapshot = None if self._state is None else await self._state.freeze(rollout_id)
         if snapshot is None or snapshot.version == 0:
@@ -245,7 +245,7 @@ class CallService:
         return snapshot
 
     async def stats(self) -> ShardStats | None:
-        """What the state actors count; None if nothing is captured. Raises a `StoreError` if they do not answer."""
+        """Counts of the state actors; None if nothing is captured. Raises a `StoreError` if they do not answer."""
         return None if self._state is None else await self._state.stats()
 
     async def check_health(self) -> None:

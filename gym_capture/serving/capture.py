@@ -1,4 +1,4 @@
-"""What becomes of the record of one call: it goes to the sink of the call's rollout, or there is none to make.
+"""The capture of one call: its record goes to the sink of the call's rollout, or there is none to make.
 
 Invariant: capturing never fails a call that has generated. What cannot be recorded marks its rollout incomplete; if
 even that cannot be written, the intent stays open in the store, which makes the snapshot incomplete by itself.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Tracked:
-    """What a call of a rollout carries besides its request."""
+    """A call of a rollout: its sink, and what it carries besides its request."""
 
     sink: TokenSink
     call_id: str

@@ -79,7 +79,7 @@ class StateArgs(BaseModel):
 
 
 APP_IMPORT_PATH: Final = "gym_capture.serving.app:build_app"
-"""What an application of a Serve config names to be this graph."""
+"""The import path by which an application of a Serve config is this graph."""
 
 DEPLOYMENT: Final = "Policy"
 """The name of the deployment, in a Serve config and in Serve's status."""

@@ -32,7 +32,7 @@ _TO_END_IN_ORDER_S: Final = 10.0
 
 
 class ServeReplica:
-    """What runs this code in a Ray actor of Serve's."""
+    """The replica that runs this code in an actor of Serve's."""
 
     def __init__(self) -> None:
         actor = global_worker.actors[ray.ActorID.from_hex(ray.get_runtime_context().get_actor_id())]

@@ -33,7 +33,7 @@ _LONGEST_PATH: Final = 200
 
 
 def classify(error: Exception) -> ApiError:
-    """What a client is told of `error`; server-side faults are logged, once, here."""
+    """The answer to a client for `error`; server-side faults are logged, once, here."""
     match error:
         case ContextLengthError():
             return ApiError(
@@ -76,7 +76,7 @@ def classify(error: Exception) -> ApiError:
 
 
 def no_route(status: int, method: str, path: str) -> ApiError:
-    """What a client is told whose request fits no route: `status` is 405 if the path takes another method."""
+    """The answer to a client whose request fits no route: `status` is 405 if the path takes another method."""
     route = f"{method} {path[:_LONGEST_PATH]}"
     if status == 404:
         return ApiError(status=status, kind="not_found", message=f"no such route: {route}")

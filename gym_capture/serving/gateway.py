@@ -220,7 +220,7 @@ class _Edge:
         }
 
     async def stats(self) -> Response:
-        """What the state actors count, over all replicas."""
+        """Counts of the state actors, over all replicas."""
         found = await self._service.stats()
         if found is None:
             return JSONResponse({"capture": False})
@@ -384,7 +384,7 @@ class _StreamedReply(StreamingResponse):
 
 
 async def _or_leave(http: Request, live: LiveCall, work: Awaitable[bytes]) -> bytes | None:
-    """What `work` gives; None if the client went away first. Without an answer, the call loses this listener."""
+    """The result of `work`; None if the client went away first. Without an answer, the call loses this listener."""
     answer = None
     try:
         answer = await _unless_gone(http, work)
@@ -395,7 +395,7 @@ async def _or_leave(http: Request, live: LiveCall, work: Awaitable[bytes]) -> by
 
 
 async def _unless_gone(http: Request, work: Awaitable[bytes]) -> bytes | None:
-    """What `work` gives; None if the client went away first, and then `work` has been cancelled and has ended."""
+    """The result of `work`; None if the client went away first, and then `work` has been cancelled and has ended."""
     working = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(http))
     try:

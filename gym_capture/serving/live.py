@@ -34,7 +34,7 @@ _ABORTS: Final = 10
 
 
 class Piece(NamedTuple):
-    """What one chunk of a generation gives to stream."""
+    """The part of a stream that one chunk of a generation gives."""
 
     events: Sequence[ReplyEvent]
     log_probs: tuple[TokenLogProb, ...] | None

@@ -21,7 +21,7 @@ _FAILURES: Final = {
 
 
 def describe(route: Route, *, in_rollout: bool) -> dict[str, Any]:
-    """What FastAPI adds to its own description of the route."""
+    """Additions to FastAPI's own description of the route."""
     content: dict[str, Any] = {"application/json": {"schema": route.reply}}
     if route.streams:
         content["text/event-stream"] = {"schema": {}}

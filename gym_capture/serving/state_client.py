@@ -72,7 +72,7 @@ class StateClient:
         return sorted(rollout_id for answer in answers for rollout_id in answer)
 
     async def stats(self) -> ShardStats:
-        """What all shards count, together."""
+        """Counts of all shards, together."""
         return total(await asyncio.gather(*(_ask(shard.stats) for shard in self.shards)))
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ def _size_bytes(sent: object) -> int:
 
 
 async def _ask(method: Any, *args: object, about: str | None = None) -> Any:
-    """What an actor answers. Ray repeats a call over a restart; every call is idempotent, so that is safe.
+    """An actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe.
 
     The one place that classifies what can come of it. `about`: the rollout.
     """

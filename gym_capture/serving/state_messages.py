@@ -1,4 +1,4 @@
-"""What travels between a process and a state actor.
+"""Messages between a process and a state actor.
 
 Invariant: a record travels as the bytes in which it will be kept, so it is encoded once and decoded once on its way.
 

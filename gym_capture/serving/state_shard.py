@@ -86,7 +86,7 @@ class StateShard:
         self._opening = asyncio.Lock()
 
     async def _opened(self) -> _Hosted:
-        """What the shard hosts, opened on first use: an actor's constructor cannot await."""
+        """The shard's store and lineage, opened on first use: an actor's constructor cannot await."""
         if self._hosted is None:
             async with self._opening:
                 if self._hosted is None:
@@ -130,7 +130,7 @@ class StateShard:
         return self._shards
 
     async def setup(self) -> Mapping[str, object]:
-        """What it was started with, by the names of the graph's `state` arguments. Needs no open store."""
+        """Its arguments, by the names of the graph's `state` arguments. Needs no open store."""
         return {
             "shards": self._shards,
             "store": self._store_path,
@@ -208,7 +208,7 @@ class StateShard:
 
 
 async def _answer(work: Callable[..., Awaitable[object]], request: object) -> object:
-    """What one caller is told: the answer, or the error."""
+    """One caller's answer, or error."""
     try:
         return await work(request)
     except GymCaptureError as error:

@@ -1,4 +1,4 @@
-"""What the state actors count: for `/stats`, for health, and as metrics.
+"""Counts of the state actors: for `/stats`, for health, and as metrics.
 
 Invariant: a count never goes down while its actor lives; what does is a level and says so. A restart of an actor begins
 its counts at zero, as Prometheus expects of counters, and leaves levels as they were.
@@ -85,7 +85,7 @@ class ShardStats:
     log_bytes: int = 0
     """Size of the log on disk."""
     log_live_bytes: int = 0
-    """What of it is still needed; the rest goes when its segments are compacted."""
+    """The part of it that is still needed; the rest goes when its segments are compacted."""
     log_segments: int = 0
     lost_mirrors: int = 0
     """Shards whose log should have a second copy, and has none now."""

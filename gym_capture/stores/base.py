@@ -21,7 +21,7 @@ from gym_capture.imports import load
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:
-    """What `state.store` names. A coroutine function alone does as well: it is a factory without abilities."""
+    """A way to open a store, named by `state.store`. A coroutine function alone is one without abilities."""
 
     open: Callable[..., Awaitable[RecordStore]]
     """`await open(directory=..., **store_kwargs)`, called once by each state actor when it starts, and when it
@@ -58,7 +58,7 @@ class MeasuredStore(ABC):
 
 @dataclass(frozen=True, slots=True)
 class CommitCounts:
-    """What a group commit did since it was started."""
+    """Counts of a group commit since it was started."""
 
     records: int = 0
     batches: int = 0

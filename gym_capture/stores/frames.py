@@ -50,7 +50,7 @@ _MAX_KEY_BYTES: Final = 0xFFFF
 
 
 class RecordType(enum.IntEnum):
-    """What a frame's payload is. A type is never given another meaning."""
+    """The kind of a frame's payload. A type is never given another meaning."""
 
     BEGUN = 1
     COMMITTED = 2
@@ -65,7 +65,7 @@ class SegmentHeader(NamedTuple):
     """How to read a segment."""
 
     seed: int
-    """What its checksums start from."""
+    """Where its checksums start from."""
     epoch_floor: int
     """Every epoch that a record in an earlier segment carries is smaller."""
 

@@ -35,7 +35,7 @@ class Write:
 
     rollout_id: str
     subject: str | None
-    """What of the rollout it is about, e.g. a call id; None: all of it."""
+    """The part of the rollout that it is about, e.g. a call id; None: all of it."""
     decide: Callable[[], Decision]
     """May raise what this caller is told, e.g. of a wrong type: it concerns nobody else."""
     encoded: bytes = b""
@@ -43,7 +43,7 @@ class Write:
 
 
 class Ledger(Protocol):
-    """What a group commit keeps up to date."""
+    """The index that a group commit keeps up to date."""
 
     def epoch_floor(self) -> int:
         """A number above every epoch that was given out so far."""

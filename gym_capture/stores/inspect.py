@@ -43,7 +43,7 @@ class RolloutReport:
 
 @dataclass(frozen=True, slots=True)
 class LogReport:
-    """What a log directory holds."""
+    """The contents of a log directory."""
 
     segments: tuple[SegmentSummary, ...]
     rollouts: tuple[RolloutReport, ...]

@@ -64,7 +64,7 @@ class LogStore(EncodedStore, MeasuredStore):
         mirror: Mirror | None,
     ) -> None:
         self.recovery = recovery
-        """What was found in the directory when it was opened."""
+        """Findings of the directory's opening."""
         self._directory = directory
         self._lock = lock
         self._index = index
@@ -234,7 +234,7 @@ class LogStore(EncodedStore, MeasuredStore):
 
 
 def _subject(operation: Operation) -> str | None:
-    """What of its rollout an operation is about, as `Write.subject` wants it."""
+    """The part of its rollout that an operation is about (`Write.subject`)."""
     match operation:
         case Drop() | Clear():
             return None
@@ -245,4 +245,4 @@ def _subject(operation: Operation) -> str | None:
 
 
 open_log: Final = StoreFactory(LogStore.open, takes_mirror=True)
-"""What `state.store` names by default."""
+"""The default of `state.store`."""

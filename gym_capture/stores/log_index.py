@@ -1,4 +1,4 @@
-"""What a log store keeps in memory: the facts of every rollout, where its records stand, which bytes are alive.
+"""A log store's memory: the facts of every rollout, where its records stand, which bytes are alive.
 
 Invariant: `needs` is true of every record that a replay could not do without, so a segment may be deleted once those
 records have been copied elsewhere.

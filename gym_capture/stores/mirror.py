@@ -233,7 +233,7 @@ class Mirror:
         return waited
 
     def cut(self, number: int, size: int) -> None:
-        """What was cut from the log, or deleted, goes there too."""
+        """The same cuts and deletions in the copy."""
         with self._lock:
             if self._peer is not None:
                 try:

@@ -39,7 +39,7 @@ class DamagedRange:
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """What opening a log directory found."""
+    """Findings of opening a log directory."""
 
     segments: int = 0
     records: int = 0

@@ -55,7 +55,7 @@ class RolloutStates:
     # deciding
 
     def decide(self, write: Prepared) -> Decision:
-        """What an operation comes to. A rollout that is unknown gets a new epoch when a call of it begins."""
+        """Decides an operation; nothing changes yet. An unknown rollout gets a new epoch when a call of it begins."""
         operation = write.operation
         state = self._find(operation.rollout_id)
         if state is None:

@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verification:
-    """What a log directory was found to be."""
+    """The findings about one log directory."""
 
     segments: int
     records: int
