@@ -1,8 +1,9 @@
 """The life of one model call, from its first token to a durable record.
 
 Invariant: what ends a reply (`finish` of the encoder, or the body of a reply that is not streamed) is handed out only
-after the record of the call is durable and visible to lineage - or after the rollout was marked incomplete. A capture
-failure never fails a call that has generated; a failure before generation costs no compute.
+after the record of the call is durable and visible to lineage - or after the rollout was marked incomplete; if even
+that fails, the call's open intent masks it. A capture failure never fails a call that has generated; a failure before
+generation costs no compute.
 
 Flow: `CallService.begin` (`call_service`) has registered the intent, rendered the prompt and started the engine ->
 `CallInFlight.events` streams -> `complete` commits, through the sink that its `Capture` holds -> `ModelReply`. `fail`
@@ -68,7 +69,6 @@ class CallInFlight:
         request: ModelRequest,
         prompt: Prompt,
         generation: Generation,
-        max_tokens: int,
         engine: Engine,
         capture: Capture,
         clock: Callable[[], float],
@@ -77,7 +77,6 @@ class CallInFlight:
         self.request = request
         self._prompt = prompt
         self._generation = generation
-        self._max_tokens = max_tokens
         self._engine = engine
         self._capture = capture
         self._clock = clock

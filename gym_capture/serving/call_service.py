@@ -135,7 +135,7 @@ class CallService:
             self._sessions.keep(rollout_id, fingerprint, size=_text_size(request))
         try:
             prompt = await self._rendered(request, resolution)
-            generation, max_tokens = self._generate(request, prompt, call_id)
+            generation = self._generate(request, prompt, call_id)
         except BaseException:
             await capture.abandon()
             raise
@@ -144,7 +144,6 @@ class CallService:
             request=request,
             prompt=prompt,
             generation=generation,
-            max_tokens=max_tokens,
             engine=self._engine,
             capture=capture,
             clock=self._clock,
@@ -220,21 +219,19 @@ class CallService:
                 not_spliced = spliced.reason
         return Prompt(full_prompt(template, conversation), resolution, not_spliced)
 
-    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> tuple[Generation, int]:
+    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> Generation:
         limit = self._engine.model.max_model_len
         room = limit - int(prompt.ids.size)
         if room < 1:
             raise ContextLengthError(Overflow(int(prompt.ids.size), limit), call_id=call_id)
-        max_tokens = min(request.max_tokens or room, room)
-        generation = self._engine.generate(
+        return self._engine.generate(
             call_id=call_id,
             prompt_ids=prompt.ids,
             request=request,
-            max_tokens=max_tokens,
+            max_tokens=min(request.max_tokens or room, room),
             stream=request.stream,
             turn_start=prompt.turn_start,
         )
-        return generation, max_tokens
 
     async def snapshot(self, rollout_id: str) -> Snapshot:
         """A rollout's records, frozen. Raises `UnknownRolloutError` if nothing is, or a `StoreError`."""

@@ -121,11 +121,11 @@ def start_shards(
 def connect(*, namespace: str = "gym-capture") -> StateClient:
     """A client of the state actors of `namespace`, from anywhere in the cluster.
 
-    Raises `StoreUnavailableError` if there are none.
+    Raises `StoreUnavailableError` if there are none, or they do not answer.
     """
     try:
         first = ray.get_actor(_actor_name(0), namespace=namespace)
-        shards = ray.get(first.describe.remote(), timeout=ANSWER_WITHIN_S)
+        shards = answer(first.describe.remote(), within_s=ANSWER_WITHIN_S)
         return StateClient([ray.get_actor(_actor_name(index), namespace=namespace) for index in range(shards)])
     except ValueError as error:
         raise StoreUnavailableError(

@@ -158,7 +158,7 @@ def _size_bytes(sent: object) -> int:
 async def _ask(method: Any, *args: object, about: str | None = None) -> Any:
     """An actor's answer. Ray repeats a call over a restart; every call is idempotent, so that is safe.
 
-    The one place that classifies what can come of it. `about`: the rollout.
+    Whatever comes of it is a typed error. `about`: the rollout.
     """
     try:
         async with asyncio.timeout(ANSWER_WITHIN_S):

@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gym_capture.capture.codec import decode_or_problem, decode_snapshot
+from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
-from gym_capture.capture.records import RecordProblem, Snapshot
+from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
-from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
@@ -33,14 +32,13 @@ from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import GroupCommit, Write
 from gym_capture.stores.log_index import LogIndex
 from gym_capture.stores.mirror import Mirror
-from gym_capture.stores.reading import read_record, read_snapshot
+from gym_capture.stores.reading import read_snapshot
 from gym_capture.stores.recovery import Recovery, recover
 from gym_capture.stores.rollout_states import prepared
 from gym_capture.stores.segments import (
     Disk,
     Location,
     ReadThread,
-    SegmentReader,
     SegmentWriter,
     lock_directory,
     make_directory,
@@ -172,23 +170,6 @@ class LogStore(EncodedStore, MeasuredStore):
     async def rollout_ids(self) -> Sequence[str]:
         self._check_open()
         return self._index.states.live_ids()
-
-    def iter_live_entries(self) -> Iterator[StoredRecord]:
-        """Every readable record of every live rollout, one rollout after the other, as it is stored.
-
-        For rebuilding a lineage index before the store takes calls: it blocks, and sees no later writes.
-        """
-        self._check_open()
-        reader = SegmentReader(self._directory)
-        try:
-            for rollout_id in self._index.states.live_ids():
-                for _, location in self._index.entries(rollout_id):
-                    found = read_record(reader, location)
-                    record = None if found is None else decode_or_problem(found.payload)
-                    if record is not None and not isinstance(record, RecordProblem):
-                        yield record
-        finally:
-            reader.close()
 
     async def compact(self) -> None:
         """Gives back what disk space it can now, instead of when it happens to be looked for after a `Drop`."""

@@ -254,7 +254,6 @@ async def test_record_that_goes_bad_while_the_store_is_open_masks_its_rollout(tm
     snapshot = await store.freeze("r")
     assert [entry.model_call_id for entry in snapshot.entries] == ["c2"]
     assert [(problem.reason, problem.call_id) for problem in snapshot.problems] == [("corrupt_log", "c1")]
-    assert [entry.model_call_id for entry in store.iter_live_entries()] == ["c2"]
     await store.close()
 
 
