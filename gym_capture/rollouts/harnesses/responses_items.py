@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal, NoReturn, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Observation
@@ -91,11 +91,13 @@ class _Part(BaseModel):
     model_config = ConfigDict(strict=True)
 
     type: str
+    text: Any = None
 
-
-class _TextPart(_Part):
-    type: Literal["output_text"]
-    text: str
+    @model_validator(mode="after")
+    def _text_is_text(self) -> _Part:
+        if self.type == "output_text" and not isinstance(self.text, str):
+            raise ValueError("an output_text has a text")
+        return self
 
 
 class _Message(BaseModel):
@@ -103,7 +105,7 @@ class _Message(BaseModel):
 
     type: Literal["message"]
     role: Literal["assistant"]
-    content: list[Annotated[_TextPart | _Part, Field(union_mode="left_to_right")]]
+    content: list[_Part]
 
 
 class FunctionCall(BaseModel):
@@ -199,7 +201,7 @@ def read_reply(body: bytes, *, earlier: frozenset[str]) -> AgentReply:
                     raise ReplyError(f"output.{index}.call_id: {_shown(read.call_id)} is answered twice")
                 answered.add(read.call_id)
             case _Message():
-                answer = "".join(part.text for part in read.content if isinstance(part, _TextPart))
+                answer = "".join(part.text for part in read.content if part.type == "output_text")
     if strays := answered - calls.keys():
         raise ReplyError(f"output: it answers {_shown(min(strays))}, and does not have that call")
     return AgentReply(
