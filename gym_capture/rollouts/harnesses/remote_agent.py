@@ -236,7 +236,7 @@ def _ended(reply: AgentReply, where: str) -> Outcome | None:
 async def _answer_to(call: FunctionCall | CustomCall, environment: Environment) -> str:
     if isinstance(call, CustomCall):
         return f"Error: {call.name!r} is a custom tool, and the environment has functions alone."
-    if call.status == "incomplete":
+    if call.is_cut:
         return "Error: the call was cut off, and was not carried out."
     return await carry_out(call.name, call.arguments, environment)
 

@@ -119,6 +119,11 @@ class FunctionCall(BaseModel):
     arguments: str
     status: str | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Its arguments may not be all that was to be said."""
+        return self.status == "incomplete"
+
 
 class CustomCall(BaseModel):
     """A call of a tool that takes free text. No environment has one."""
