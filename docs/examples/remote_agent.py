@@ -26,7 +26,7 @@ async def responses(request: Request) -> Response:
         answer = await policy.post(
             f"{request.headers['x-gym-capture-base-url']}/responses",  # of this rollout
             headers={"Authorization": f"Bearer {request.headers['x-gym-capture-api-key']}"},
-            json={**body, "max_output_tokens": 64},
+            json={**body, "max_output_tokens": 256},
         )
     return Response(answer.content, answer.status_code, media_type="application/json")
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 from aiohttp import web
+
+ROOT: Final = Path(__file__).parents[2]
 
 
 @dataclass
@@ -89,6 +96,26 @@ async def wire(said: Sequence[bytes], *, hangs: bool) -> AsyncIterator[Wire]:
         yield served
     finally:
         server.close()
+
+
+@contextmanager
+def process(command: Sequence[str], *, port: int) -> Iterator[str]:
+    """An agent that is a process and listens on `port`. Yields its URL."""
+    with subprocess.Popen([sys.executable, *command], cwd=ROOT) as running:
+        try:
+            until = time.monotonic() + 60
+            while not _listens(port):
+                assert running.poll() is None
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            running.kill()
+
+
+def _listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def response(*output: dict[str, Any], **fields: Any) -> web.Response:

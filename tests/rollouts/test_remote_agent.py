@@ -109,6 +109,7 @@ async def test_it_is_told_where_to_call_the_model_in_headers_alone(tmp_path: Pat
     _, (asked,) = await replied(response(message("Hi.")), secret_file=secret)
     assert asked.headers["x-gym-capture-base-url"] == ENDPOINT.base_url
     assert asked.headers["x-gym-capture-api-key"] == "token-of-r1"
+    assert asked.headers["accept-encoding"] == "identity"
     assert asked.headers["authorization"] == "Bearer of-the-service"
     assert "token-of-r1" not in json.dumps(asked.body)
     assert "tools" not in asked.body
