@@ -552,6 +552,7 @@ async def test_a_rollout_that_is_out_of_time_lets_go_of_its_agent(tmp_path: Path
         ({"url": "http://agent:port"}, "is no URL"),
         ({"url": "http://agent/?key=1"}, "must be a URL such as"),
         ({"url": "http://me:pw@agent"}, "must have no user and password"),
+        ({"url": "me:pw@agent"}, "must have no user and password"),
         ({"url": "http://agent/v1"}, "/v1/responses is added to it"),
         ({"url": "http://agent/v1/responses/"}, "/v1/responses is added to it"),
         ({"url": "http://agent", "graph_url": "http://graph:8000/v1"}, "scheme, host and port alone"),

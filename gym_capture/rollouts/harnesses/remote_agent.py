@@ -271,7 +271,7 @@ def _check_url(name: str, url: str, *, path: bool = True) -> None:
         parsed = httpx.URL(url)
     except httpx.InvalidURL as error:
         raise ConfigError(f"{name} is no URL: {error}") from None
-    if parsed.userinfo:  # it would stand in the job's files
+    if parsed.userinfo or ("@" in url and not parsed.host):  # it would stand in the job's files
         raise ConfigError(f"{name} must have no user and password in it: secret_file is the place for a token")
     if parsed.scheme not in ("http", "https") or not parsed.host or "?" in url or "#" in url:
         raise ConfigError(f"{name} must be a URL such as http://agent:8080: got {url!r}")
