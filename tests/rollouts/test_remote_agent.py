@@ -489,8 +489,9 @@ async def test_what_the_service_says_of_its_own_end() -> None:
     outcome, _ = await replied(response())
     assert isinstance(outcome, Failed)
     assert (outcome.reason, outcome.retryable) == (AttemptFailure.NO_ANSWER, True)
-    cut = response(message("So far"), call("c1", "add", "{"), status="incomplete")
-    assert (await replied(cut))[0] == Completed("So far", n_calls=0)
+    for said in ({"status": "incomplete"}, {"incomplete_details": {"reason": "max_output_tokens"}}):
+        cut = response(message("So far"), call("c1", "add", "{"), **said)
+        assert (await replied(cut))[0] == Completed("So far", n_calls=0)
 
 
 async def test_an_environment_that_breaks_is_no_failure_of_the_agent() -> None:
