@@ -458,8 +458,46 @@ class AttemptFailure(Reason):
     )
     NO_ANSWER = (
         "no_answer",
-        "The agent's program ended well, but left no answer where its harness looks for it.",
-        "See that it writes to the file that it is told, or that its version is the one that the harness knows.",
+        "The agent ended well, but left no answer where its harness looks for it.",
+        "See that a program writes to the file that it is told, and that its version is the one that the harness "
+        "knows; or that a remote agent's output is not empty.",
+    )
+    AGENT_UNREACHABLE = (
+        "agent_unreachable",
+        "Three attempts to connect to the remote agent failed; it was asked nothing.",
+        "Check that the service is up, and `url` of the harness.",
+    )
+    AGENT_TIMEOUT = (
+        "agent_timeout",
+        "The remote agent did not reply in the time that the harness gives it. It may have acted, so it was not asked "
+        "again in this attempt.",
+        "Give it longer (`call_timeout_s` of the harness), lower `concurrency`, or look into the service.",
+    )
+    AGENT_CONNECTION_LOST = (
+        "agent_connection_lost",
+        "The connection to the remote agent broke after it was asked. It may have acted, so it was not asked again in "
+        "this attempt.",
+        "Look into the service, and for what closes long requests between here and there.",
+    )
+    AGENT_UNAVAILABLE = (
+        "agent_unavailable",
+        "The remote agent answered that it cannot answer now (5xx, 408, 409, 429).",
+        "`detail` has its words; lower `concurrency` if it is busy.",
+    )
+    AGENT_REFUSED = (
+        "agent_refused",
+        "The remote agent refused a request (4xx), or sent it elsewhere (3xx), which is not followed.",
+        "`detail` has its words. Name the last address as `url`; its token stands in `secret_file`.",
+    )
+    AGENT_MALFORMED_REPLY = (
+        "agent_malformed_reply",
+        "The remote agent's reply is no Responses object, or beyond a limit.",
+        "`detail` names the field; docs/harnesses.md says what a reply must be.",
+    )
+    AGENT_FAILED = (
+        "agent_failed",
+        "The remote agent replied that it failed (`error`, or status `failed` or `cancelled`).",
+        "`detail` has its words; look into the service.",
     )
     BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
     FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")

@@ -44,6 +44,8 @@ OTHER_WORDS = {
     ("failed", "gym_capture/dialects/responses_output.py"): "a response's status",
     ("failed", "gym_capture/dialects/responses_stream.py"): "a response's status",
     ("incomplete", "gym_capture/dialects/responses_output.py"): "a response's status",
+    ("failed", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
+    ("incomplete", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
     ("masked", "trainer_bridge/finished.py"): "a column",
     ("incomplete", "gym_capture/capture/codec.py"): "a field of a snapshot",
     ("incomplete", "gym_capture/data/record_files.py"): "a column",

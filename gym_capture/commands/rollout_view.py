@@ -6,6 +6,8 @@ case. A view only reads: it changes nothing of the job.
     terminal          a live view
     no terminal       a line every ten seconds, and one in the end
     --json            a JSON object on stdout every two seconds, and one in the end
+
+The first failed attempt of each reason is shown at once.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Final, Protocol
@@ -49,7 +51,9 @@ async def watching(progress: JobProgress, view: View) -> AsyncIterator[None]:
 
     async def tick() -> None:
         while True:
-            await asyncio.sleep(view.every_s)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(progress.news.wait(), view.every_s)
+            progress.news.clear()
             view.show(progress.now())
 
     with view.shown():

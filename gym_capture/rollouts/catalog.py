@@ -38,6 +38,7 @@ HARNESSES: Final[Mapping[str, str]] = {
     "claude-code": "gym_capture.rollouts.harnesses.claude_code:claude_code",
     "mini-swe-agent": "gym_capture.rollouts.harnesses.mini_swe_agent:mini_swe_agent",
     "codex": "gym_capture.rollouts.harnesses.codex:codex",
+    "remote-agent": "gym_capture.rollouts.harnesses.remote_agent:remote_agent",
 }
 ENVIRONMENTS: Final[Mapping[str, str]] = {
     "register": "gym_capture.rollouts.environment:Register",

@@ -140,7 +140,7 @@ class ToolLoop:
                 messages.append({"role": "user", "content": "That was not a tool call. Call one of the tools."})
             for tool_call in tool_calls:
                 if tool_call.type == "function":
-                    text = await _carry_out(tool_call.function.name, tool_call.function.arguments, environment)
+                    text = await carry_out(tool_call.function.name, tool_call.function.arguments, environment)
                 else:
                     text = f"Error: a tool call of type {tool_call.type!r} cannot be carried out."
                 messages.append({"role": "tool", "tool_call_id": tool_call.id, "content": text})
@@ -201,7 +201,7 @@ def tool_loop(
     return ToolLoop(openai.AsyncOpenAI(base_url="http://localhost", api_key="unused", http_client=http_client), options)
 
 
-async def _carry_out(name: str, arguments: str, environment: Environment) -> str:
+async def carry_out(name: str, arguments: str, environment: Environment) -> str:
     """The text that answers a tool call, whatever the model wrote."""
     try:
         parsed = json.loads(arguments) if arguments.strip() else {}

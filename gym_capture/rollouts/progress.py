@@ -8,6 +8,7 @@ Flow: the job tells what begins and ends -> `now` makes a `Snapshot` of it.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -65,6 +66,8 @@ class JobProgress:
         self._rewarded, self._reward = 0, 0.0
         self._failed_attempts: Counter[str] = Counter()
         self._running: dict[str, float] = {}
+        self.news = asyncio.Event()
+        """Set when an attempt failed as none did before: not to be kept until it is time to show how things stand."""
 
     def begin(self, *, total: int, rows: Iterable[RolloutRow]) -> None:
         """The job has `total` rollouts, of which `rows` were over before this run."""
@@ -83,6 +86,8 @@ class JobProgress:
 
     def failed(self, failure: FailureRow) -> None:
         """An attempt failed."""
+        if failure.reason not in self._failed_attempts:
+            self.news.set()
         self._failed_attempts[failure.reason] += 1
 
     def settled(self, row: RolloutRow) -> None:

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from gym_capture.commands.rollout_view import JsonView, LineView, LiveView, clock, drawn, watching
+from gym_capture.rollouts.ledger import FailureRow
 from gym_capture.rollouts.progress import JobProgress, Running, Snapshot
 
 NOW = Snapshot(
@@ -105,6 +106,45 @@ def test_the_last_numbers_are_shown_however_it_ends(ends: type[BaseException] | 
         with pytest.raises(ends):
             asyncio.run(run(seen))
     assert (seen.totals[0], seen.totals[-1]) == (0, 5)
+
+
+async def test_RA_01_the_first_failure_of_a_kind_is_shown_at_once() -> None:
+    class Seen:
+        every_s = 3600.0
+
+        def __init__(self) -> None:
+            self.shows: asyncio.Queue[dict[str, int]] = asyncio.Queue()
+
+        def shown(self) -> AbstractContextManager[object]:
+            return nullcontext()
+
+        def show(self, now: Snapshot) -> None:
+            self.shows.put_nowait(now.failed_attempts)
+
+    progress, seen = JobProgress(), Seen()
+    async with asyncio.timeout(10), watching(progress, seen):
+        progress.failed(failure("agent_unreachable"))
+        assert await seen.shows.get() == {"agent_unreachable": 1}
+        progress.failed(failure("agent_unreachable"))
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert seen.shows.empty()
+        progress.failed(failure("agent_timeout"))
+        assert await seen.shows.get() == {"agent_unreachable": 2, "agent_timeout": 1}
+
+
+def failure(reason: str) -> FailureRow:
+    return FailureRow(
+        rollout_id="j.a.0",
+        task_id="a",
+        sample=0,
+        attempt=1,
+        reason=reason,
+        detail="",
+        retryable=True,
+        n_calls=0,
+        at=0.0,
+    )
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.6, "0:00:05"), (3723, "1:02:03")])

@@ -15,10 +15,12 @@ from typing import Any, Final
 import pytest
 from aiohttp import web
 
+from gym_capture.demo.processes import free_port
 from gym_capture.rollouts.catalog import ENVIRONMENTS, HARNESSES, environment_factory, harness_factory, task_maker
 from gym_capture.rollouts.environment import Observation, Register, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
 from gym_capture.rollouts.harnesses.command import TOLD
+from tests.rollouts import scripted_agent
 from tests.rollouts.scripted_server import Call, Server, completion, serving, tool_call
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
@@ -93,6 +95,28 @@ async def test_the_environment_of_the_documentation_is_played(monkeypatch: pytes
         return rewards
 
     assert max(await run()) == 1.5
+
+
+async def test_the_remote_agent_of_the_documentation_has_the_policy_act_and_answer() -> None:
+    async def policy(asked: scripted_agent.Asked) -> web.StreamResponse:
+        results = [item for item in asked.body["input"] if item["type"] == "function_call_output"]
+        assert asked.headers["authorization"] == "Bearer token-of-r1"
+        assert asked.body["tool_choice"] == ("required" if len(results) < 2 else "none")
+        if len(results) == 2:
+            return scripted_agent.response(scripted_agent.message(results[-1]["output"]))
+        return scripted_agent.response(scripted_agent.call(f"c{len(results)}", "add", {"number": 4}))
+
+    port, environment = free_port(), Register()
+    observation = await environment.reset(Register.tasks(1)[0])
+    async with scripted_agent.agent(policy) as served:
+        with scripted_agent.process(
+            [str(DOCS / "examples" / "remote_agent.py"), "--port", str(port)], port=port
+        ) as url:
+            harness = harness_factory("remote-agent")(url=url)
+            endpoint = Endpoint(f"{served.url}/v1", "token-of-r1")
+            outcome = await harness.run(endpoint=endpoint, observation=observation, environment=environment)
+    told = await environment.call_tool("add", {"number": 0})
+    assert (outcome, len(served.asked)) == (Completed(told, n_calls=0), 3)
 
 
 async def test_the_harness_of_the_documentation_plays(monkeypatch: pytest.MonkeyPatch) -> None:

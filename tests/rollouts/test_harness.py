@@ -205,3 +205,28 @@ def test_the_environment_gets_parsed_arguments() -> None:
 def test_options_that_leave_no_call_for_the_answer_are_refused() -> None:
     with pytest.raises(ConfigError, match="forced_calls"):
         ToolLoopOptions(max_calls=2, forced_calls=2)
+
+
+async def test_a_tool_call_is_carried_out_once_however_often_what_follows_is_sent() -> None:
+    """The state of the session would count it twice."""
+    carried_out: list[str] = []
+
+    class Noted(Register):
+        async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
+            carried_out.append(name)
+            return await super().call_tool(name, arguments)
+
+    async def script(call: Call) -> web.Response:
+        if len(server.calls) == 2:  # the first one that has the output of a tool
+            return web.json_response({"error": {"message": "try again"}}, status=500)
+        return await solve(call)
+
+    environment = Noted()
+    observation = await environment.reset(TASK)
+    async with serving(script) as server, sdk(max_retries=1) as client:
+        outcome = await ToolLoop(client).run(
+            endpoint=Endpoint(server.base_url("r1")), observation=observation, environment=environment
+        )
+    assert outcome == Completed("It holds 33.", n_calls=3)
+    assert (carried_out, len(server.calls)) == (["add", "multiply"], 4)
+    assert (await environment.score("33")).reward == pytest.approx(1.0)
