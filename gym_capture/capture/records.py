@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.errors import RecordError
 from gym_capture.reasons import ExcludedReason
 from gym_capture.rollout_ids import check_rollout_id
@@ -397,6 +398,10 @@ class Snapshot:
     problems: tuple[RecordProblem, ...] = ()
     lost_calls: tuple[LostCall, ...] = ()
     """Of the calls with a `dangling_intent`, those of which it is known what they were for, by call id."""
+    registration: Registration | None = None
+    """Which rollout it is, if somebody registered it."""
+    outcome: Outcome | None = None
+    """How it ended, if somebody said so."""
 
     @property
     def records(self) -> tuple[TokenEntry | EntrySuffix, ...]:

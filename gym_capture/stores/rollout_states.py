@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
-from gym_capture.capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
+from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop, Operation, Register, check, check_text
 from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 from gym_capture.rollout_ids import check_rollout_id
 
@@ -55,18 +55,20 @@ class RolloutStates:
     # deciding
 
     def decide(self, write: Prepared) -> Decision:
-        """What an operation comes to. A rollout that is unknown gets a new epoch when a call of it begins."""
+        """What an operation comes to. What is said first of an unknown rollout gives it an epoch."""
         operation = write.operation
         state = self._find(operation.rollout_id)
         if state is None:
             match operation:
-                case Begin():
+                case Begin() | Register():
                     # Kept at once, empty: the next call gets the same epoch although this one is not durable yet.
                     state = self._states[operation.rollout_id] = RolloutState(operation.rollout_id, self.next_epoch)
                     self.next_epoch += 1
                 case Drop() | Clear():
                     # There is nothing to retire: it never was, or its tombstone was swept.
                     return Decision()
+                case Complete(rollout_id):
+                    state = RolloutState(rollout_id, 0)
                 case _:
                     return Decision(error=retired_error(operation.rollout_id, operation.call_id))
         digest = payload_digest(write.encoded) if isinstance(operation, Commit) else b""
