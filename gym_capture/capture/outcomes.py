@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final
 
 from gym_capture.errors import RecordError
@@ -73,6 +73,10 @@ class Outcome:
             raise RecordError("failure must say why, or be left out", field="failure")
         if self.answer is not None:
             _check_text("answer", self.answer)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {**asdict(self), "reward_components": dict(self.reward_components)}
 
     def as_text(self) -> str:
         return _to_json(astuple(self))

@@ -348,11 +348,11 @@ class RolloutState:
         return Decision(error=error, epoch=self.epoch)
 
     def _is_over(self, call_id: str | None) -> Decision:
-        error = CompletedRolloutError(
-            f"this rollout is complete, and its first outcome stands: {self.outcome}",
-            rollout_id=self.rollout_id,
-            call_id=call_id,
-        )
+        why = "no call of it begins any more"
+        if call_id is None and self.outcome is not None:
+            # Not for calls: who calls need not know the reward.
+            why = f"its first outcome stands: {self.outcome.as_dict()}"
+        error = CompletedRolloutError(f"this rollout is complete: {why}", rollout_id=self.rollout_id, call_id=call_id)
         return Decision(error=error, epoch=self.epoch)
 
     def _drop(self, snapshot_id: str, version: int, retirement: Retirement) -> Decision:

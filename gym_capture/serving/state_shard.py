@@ -25,7 +25,18 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gym_capture.capture.codec import decode_stored, encode_snapshot
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Commit,
+    Complete,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Operation,
+    Register,
+)
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
@@ -291,6 +302,8 @@ class _Hosted:
                 self.tally.counts["drops"] += 1
             case Clear(rollout_id):
                 self.forget(rollout_id)
+            case Register(rollout_id) | Complete(rollout_id):
+                self.idle.wrote(rollout_id)
         return epoch
 
     async def commit_all(self, sent: Sequence[CommitBytes]) -> list[object]:
