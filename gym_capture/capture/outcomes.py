@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from gym_capture.errors import RecordError
 
@@ -110,6 +110,15 @@ def _check_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str
 
 
 # --- both, where only one of them may be known -------------------------------------------------------------------
+
+
+class Standing(NamedTuple):
+    """What is said of a live rollout."""
+
+    rollout_id: str
+    registration: Registration | None
+    outcome: Outcome | None
+
 
 SAID: Final = ("registration", "outcome")
 """What each is called in a snapshot, where it is."""

@@ -37,6 +37,7 @@ from gym_capture.capture.operations import (
     Operation,
     Register,
 )
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
@@ -47,7 +48,7 @@ from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
 
 logger = logging.getLogger(__name__)
 
@@ -179,6 +180,9 @@ class StateShard:
 
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).store.rollout_ids()
+
+    async def standings(self) -> Sequence[Standing]:
+        return await standings_of((await self._opened()).store)
 
     async def retire_idle(self, max_idle_s: float) -> list[str]:
         """Retires the rollouts that were left alone for so long, as their consumer would. Returns their ids.

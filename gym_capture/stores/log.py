@@ -23,11 +23,12 @@ from typing import Final
 
 from gym_capture.capture.codec import decode_or_problem, decode_snapshot
 from gym_capture.capture.operations import Clear, Complete, Drop, MarkIncomplete, Operation, Register
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import RecordProblem, Snapshot
 from gym_capture.capture.rollout_state import Frozen
 from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
+from gym_capture.stores.base import EncodedStore, ListedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import GroupCommit, Write
@@ -49,7 +50,7 @@ from gym_capture.stores.segments import (
 _DISK: Final = Disk()
 
 
-class LogStore(EncodedStore, MeasuredStore):
+class LogStore(EncodedStore, ListedStore, MeasuredStore):
     """A `RecordStore` on one directory. Made by `open`; lives on one event loop."""
 
     def __init__(
@@ -172,6 +173,10 @@ class LogStore(EncodedStore, MeasuredStore):
     async def rollout_ids(self) -> Sequence[str]:
         self._check_open()
         return self._index.states.live_ids()
+
+    async def standings(self) -> Sequence[Standing]:
+        self._check_open()
+        return self._index.states.standings()
 
     def iter_live_entries(self) -> Iterator[StoredRecord]:
         """Every readable record of every live rollout, one rollout after the other, as it is stored.

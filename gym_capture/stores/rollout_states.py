@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
 from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop, Operation, Register, check, check_text
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 from gym_capture.rollout_ids import check_rollout_id
 
@@ -117,6 +118,11 @@ class RolloutStates:
 
     def live_ids(self) -> list[str]:
         return sorted(rollout_id for rollout_id, state in self._states.items() if state.is_live)
+
+    def standings(self) -> list[Standing]:
+        """What is said of the live rollouts, sorted by their ids."""
+        live = ((rollout_id, self._states[rollout_id]) for rollout_id in self.live_ids())
+        return [Standing(rollout_id, state.registration, state.outcome) for rollout_id, state in live]
 
     def tombstone(self, rollout_id: str) -> Retired | None:
         return self._tombstones.get(rollout_id)
