@@ -1,8 +1,8 @@
 """Bearer tokens: who may call the model as which rollout, who may read records, and who may register rollouts.
 
 Invariant: every token is derived from one server secret and from what it is good for, so a token says nothing about
-any other; a rollout's token calls the model as that rollout, says how it ended if it was registered, and does nothing
-else. Tokens are compared in constant time. Without a secret every route is open.
+any other; a rollout's token calls the model as that rollout, says how it ended if that was left to it, and does
+nothing else. Tokens are compared in constant time. Without a secret every route is open.
 
 `token = hex(HMAC-SHA256(secret, purpose))`, with a purpose that no rollout id can spell for the other uses.
 """

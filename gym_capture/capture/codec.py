@@ -346,10 +346,7 @@ def decode_intent(data: bytes) -> CallIntent:
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The bytes of a frozen rollout: its header, then its encoded records, prompts without what their parents hold.
-
-    Raises `RecordError` as `encode_entry`.
-    """
+    """The bytes of a frozen rollout: header, encoded records without what their parents hold. Raises `RecordError`."""
     return join_snapshot(snapshot, [encode_entry(record) for record in stored_form(snapshot)])
 
 

@@ -34,11 +34,17 @@ class Registration:
     """Which of its group's attempts."""
     task: str | None = None
     """What it is an attempt at, as JSON; None: nobody said."""
+    agent_completes: bool = True
+    """Whether its agent is trusted to say how it ended. Else that is for who registered it."""
 
     def __post_init__(self) -> None:
         _check_text("group_id", self.group_id)
-        if self.sample is not None and type(self.sample) is not int:
-            raise RecordError(f"sample must be a whole number: got {self.sample!r}", field="sample")
+        if self.sample is not None and (type(self.sample) is not int or not 0 <= self.sample < 2**53):
+            raise RecordError(f"sample must be a number from 0 on: got {self.sample!r:.40}", field="sample")
+        if not isinstance(self.agent_completes, bool):
+            raise RecordError(
+                f"agent_completes must be true or false: got {self.agent_completes!r:.40}", field="agent_completes"
+            )
         if self.task is not None:
             _check_text("task", self.task, limit=MAX_TASK_BYTES)
 
@@ -48,8 +54,8 @@ class Registration:
     @classmethod
     def from_text(cls, text: str) -> Registration:
         """Raises `RecordError` or `ValueError` for what `as_text` never wrote."""
-        group_id, sample, task = json.loads(text)
-        return cls(group_id=group_id, sample=sample, task=task)
+        group_id, sample, task, agent_completes = json.loads(text)
+        return cls(group_id=group_id, sample=sample, task=task, agent_completes=agent_completes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

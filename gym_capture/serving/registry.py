@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict
 from typing import Any, Final, TypeAlias, TypeVar
 
 from starlette.requests import Request
@@ -24,7 +25,7 @@ from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import Snapshot
 from gym_capture.dialects import fields
 from gym_capture.dialects.base import Schema, parse_object
-from gym_capture.dialects.description import NAME, NUMBER, OPENAI_ERROR, STRING, object_of
+from gym_capture.dialects.description import BOOLEAN, NAME, NUMBER, OPENAI_ERROR, STRING, object_of
 from gym_capture.errors import AuthenticationError, InvalidRequestError, RecordError
 from gym_capture.reasons import CaptureMark, reason_name
 from gym_capture.rollout_ids import ROLLOUT_ID_PATTERN, check_rollout_id
@@ -34,7 +35,7 @@ _ANY: Final[Schema] = {}
 _ID: Final[Schema] = {"type": "string", "pattern": f"^{ROLLOUT_ID_PATTERN}$", "not": {"enum": [".", ".."]}}
 _SAMPLE: Final[Schema] = {"type": "integer", "minimum": 0, "maximum": fields.MAX_COUNT}
 _REGISTRATION: Final = {
-    **object_of({"group_id": NAME}, {"rollout_id": _ID, "sample": _SAMPLE, "task": _ANY}),
+    **object_of({"group_id": NAME}, {"rollout_id": _ID, "sample": _SAMPLE, "task": _ANY, "agent_completes": BOOLEAN}),
     "additionalProperties": False,
 }
 _OUTCOME: Final = {
@@ -88,14 +89,21 @@ class Registry:
         """What an agent needs to play the rollout."""
         if self._keyring is not None:
             self._keyring.admit_admin(http.headers)
-        said = _known(await self._body(http), "rollout_id", "group_id", "sample", "task")
+        said = _known(await self._body(http), "rollout_id", "group_id", "sample", "task", "agent_completes")
         group_id = fields.required_string(said, "group_id")
         if not group_id:
             raise InvalidRequestError("group_id must not be empty", param="group_id")
         rollout_id = fields.string(said, "rollout_id")
         rollout_id = f"rollout-{uuid.uuid4().hex}" if rollout_id is None else check_rollout_id(rollout_id)
         sample = fields.count(said, "sample", minimum=0)
-        registration = _made(lambda: Registration(group_id=group_id, sample=sample, task=_task(said.get("task"))))
+        registration = _made(
+            lambda: Registration(
+                group_id=group_id,
+                sample=sample,
+                task=_task(said.get("task")),
+                agent_completes=fields.boolean(said, "agent_completes") is not False,
+            )
+        )
         await self._service.write(Register(rollout_id, registration))
         base = f"{str(http.base_url).rstrip('/')}/ng-rollout/{rollout_id}"
         return {
@@ -130,16 +138,17 @@ class Registry:
         return standing(await self._service.snapshot(http.path_params["rollout_id"]))
 
     async def _admit_completion(self, http: Request, rollout_id: str) -> None:
-        """A rollout's own token says how it ended only if it was registered: whoever did that left it to its agent.
+        """A rollout's own token says how it ended only if whoever registered it left that to its agent.
 
-        So the tokens of rollouts that somebody else dispatches and scores are good for calling the model alone.
+        So the tokens of rollouts that somebody else dispatches or scores are good for calling the model alone.
         """
         if self._keyring is None or self._keyring.is_admin(http.headers):
             return
         self._keyring.admit_call(http.headers, rollout_id)
-        if (await self._service.snapshot(rollout_id)).registration is None:
+        registration = (await self._service.snapshot(rollout_id)).registration
+        if registration is None or not registration.agent_completes:
             raise AuthenticationError(
-                "this rollout was not registered: its outcome takes the token of `gym-capture token --admin`",
+                "its agent was not given this rollout to complete: that takes the token of `gym-capture token --admin`",
                 forbidden=True,
                 rollout_id=rollout_id,
             )
@@ -148,9 +157,8 @@ class Registry:
 def registered(registration: Registration | None) -> dict[str, Any]:
     """A registration as clients see it."""
     if registration is None:
-        return {"group_id": None, "sample": None, "task": None}
-    task = None if registration.task is None else json.loads(registration.task)
-    return {"group_id": registration.group_id, "sample": registration.sample, "task": task}
+        return dict.fromkeys(("group_id", "sample", "task", "agent_completes"))
+    return {**asdict(registration), "task": None if registration.task is None else json.loads(registration.task)}
 
 
 def standing(snapshot: Snapshot) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -11,12 +12,18 @@ from hypothesis import strategies as st
 
 from gym_capture.capture.codec import decode_snapshot, encode_snapshot
 from gym_capture.capture.outcomes import MAX_TASK_BYTES, MAX_TEXT_BYTES, Outcome, Registration
+from gym_capture.capture.record_rows import rollout_row
 from gym_capture.capture.records import Snapshot
+from gym_capture.data.record_files import ROLLOUT_SCHEMA
 from gym_capture.errors import RecordError
 
 TEXTS = st.text(st.characters(), max_size=8)  # lone surrogates too
 REGISTRATIONS = st.builds(
-    Registration, group_id=TEXTS, sample=st.none() | st.integers(-(2**80), 2**80), task=st.none() | TEXTS
+    Registration,
+    group_id=TEXTS,
+    sample=st.none() | st.integers(0, 2**53 - 1),
+    task=st.none() | TEXTS,
+    agent_completes=st.booleans(),
 )
 OUTCOMES = st.builds(
     Outcome,
@@ -45,7 +52,7 @@ def test_what_is_equal_has_one_text() -> None:
     other = Outcome(reward=1.0, reward_components=(("a", 2.0), ("b", 0.0)))
     assert one == other
     assert one.as_text() == other.as_text() == '[1.0,[["a",2.0],["b",0.0]],null,null]'
-    assert Registration(group_id="g").as_text() == '["g",null,null]'
+    assert Registration(group_id="g").as_text() == '["g",null,null,true]'
 
 
 @pytest.mark.parametrize(
@@ -77,7 +84,10 @@ def test_no_outcome_is_made_of_what_cannot_be_one(fields: dict[str, Any], named:
         ({"group_id": None}, "group_id"),
         ({"group_id": "g", "sample": True}, "sample"),
         ({"group_id": "g", "sample": 1.0}, "sample"),
+        ({"group_id": "g", "sample": -1}, "sample"),
+        ({"group_id": "g", "sample": 2**70}, "sample"),
         ({"group_id": "g", "task": {"a": 1}}, "task"),
+        ({"group_id": "g", "agent_completes": 1}, "agent_completes"),
         ({"group_id": "g", "task": "ü" * MAX_TASK_BYTES}, "task"),
     ],
 )
@@ -85,6 +95,20 @@ def test_no_registration_is_made_of_what_cannot_be_one(fields: dict[str, Any], n
     with pytest.raises(RecordError) as caught:
         Registration(**fields)
     assert caught.value.field == named
+
+
+def test_what_is_said_is_in_the_row_of_a_rollout() -> None:
+    """`/token-records` and the files of an export have it."""
+    registration, outcome = Registration(group_id="g", sample=1, task='{"a":1}'), Outcome(reward=0.5)
+    snapshot = Snapshot(
+        rollout_id="r", snapshot_id="s", version=2, entries=(), registration=registration, outcome=outcome
+    )
+    row = rollout_row(snapshot)
+    assert (row["group_id"], row["sample"], row["task"]) == ("g", 1, '{"a":1}')
+    assert json.loads(row["outcome"]) == {"reward": 0.5, "reward_components": {}, "failure": None, "answer": None}
+    nothing = rollout_row(Snapshot(rollout_id="r", snapshot_id="s", version=1, entries=()))
+    assert [nothing[name] for name in ("group_id", "sample", "task", "outcome")] == [None] * 4
+    assert list(row) == ROLLOUT_SCHEMA.names
 
 
 def test_a_snapshot_of_which_nothing_is_said_has_the_bytes_of_before() -> None:

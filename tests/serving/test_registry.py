@@ -19,7 +19,7 @@ from tests.serving.replica import USER, Replica
 KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
 ADMIN = {"authorization": f"Bearer {KEYS.admin_token()}"}
 READ = {"x-api-key": KEYS.read_token()}
-REGISTRATION = {"rollout_id": "r1", "group_id": "count-3", "sample": 0, "task": {"target": 3}}
+REGISTRATION = {"rollout_id": "r1", "group_id": "count-3", "sample": 0, "task": {"target": 3}, "agent_completes": True}
 
 
 def replica_of(template: HfChatTemplate, **options: Any) -> Replica:
@@ -76,7 +76,7 @@ async def test_the_same_again_gets_the_same_answer_and_anything_else_is_refused(
     first = await register(replica, task={"b": 1, "a": [2]})
     again = await register(replica, task={"a": [2], "b": 1})
     assert (first.status_code, first.json()) == (again.status_code, again.json()) == (200, first.json())
-    for other in ({"group_id": "count-4"}, {"sample": 1}, {"sample": None}, {"task": None}):
+    for other in ({"agent_completes": False}, {"group_id": "count-4"}, {"sample": 1}, {"sample": None}, {"task": None}):
         status, why = told(await register(replica, **other))
         assert status == 409
         assert "registered already" in why
@@ -188,6 +188,7 @@ async def test_what_is_no_outcome_is_a_400_that_says_so(template: HfChatTemplate
         (b'{"group_id": "g", "rollout_id": 3}', "rollout_id"),
         (b'{"group_id": "g", "sample": -1}', "sample"),
         (b'{"group_id": "g", "sample": true}', "sample"),
+        (b'{"group_id": "g", "agent_completes": 0}', "agent_completes"),
         (b'{"group_id": "g", "task": 1e400}', "task"),
         (b'{"group_id": "g", "group": "g"}', "no such field: 'group'"),
         (b'{"group_id": "g", "task": "' + b"x" * 20_000 + b'"}', "task is longer"),
@@ -222,16 +223,20 @@ async def test_each_step_takes_its_token(template: HfChatTemplate) -> None:
         assert ended.status_code == status
 
 
-async def test_the_agent_of_a_rollout_that_somebody_else_dispatched_does_not_score_itself(
-    template: HfChatTemplate,
+@pytest.mark.parametrize("registered", [False, True])
+async def test_an_agent_that_somebody_else_scores_does_not_score_itself(
+    template: HfChatTemplate, registered: bool
 ) -> None:
     replica = replica_of(template, keyring=KEYS)
+    if registered:
+        said = {"rollout_id": "r2", "group_id": "g", "agent_completes": False}
+        assert (await replica.http.post("/rollouts", json=said, headers=ADMIN)).status_code == 200
     mine = {"authorization": f"Bearer {KEYS.rollout_token('r2')}"}
     body = {"model": "policy", "messages": [USER]}
     await replica.http.post("/ng-rollout/r2/v1/chat/completions", json=body, headers=mine)
     refused = await replica.http.post("/rollouts/r2/complete", json={"reward": 1.0}, headers=mine)
     assert told(refused) == (403, refused.json()["error"]["message"])
-    assert "not registered" in refused.json()["error"]["message"]
+    assert "--admin" in refused.json()["error"]["message"]
     assert (await replica.state.snapshot("r2")).outcome is None
     assert (await replica.http.post("/rollouts/r2/complete", json={"reward": 1.0}, headers=ADMIN)).status_code == 200
 
