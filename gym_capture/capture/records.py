@@ -213,7 +213,10 @@ class CallRecord:
                 f"must align with generation_token_ids: got {log_probs.size}, expected {generated}",
             )
         if log_probs.size:
-            if not math.isfinite(np.add.reduce(log_probs)) and not np.isfinite(log_probs).all():
+            # The sum tells in one look; where finite ones add up to more than a float32 holds, a second one does.
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = np.add.reduce(log_probs)
+            if not math.isfinite(total) and not np.isfinite(log_probs).all():
                 raise self._error("generation_log_probs", "must be finite")
             highest = np.maximum.reduce(log_probs)
             if highest > LOG_PROB_ROUNDING:

@@ -104,7 +104,7 @@ async def outcomes_of_no_rollout_are_refused(store: Store) -> None:
 async def completed_rollout_takes_no_new_call(store: Store) -> None:
     """After its outcome no call of a rollout begins; those that have begun end as ever."""
     _, epoch = await run_call(store, "r", "c")
-    for call_id in ("under way", "refused"):
+    for call_id in ("under way", "no reply"):
         await begin(store, "r", call_id)
     await store.write(Complete("r", _WON))
     before = await store.freeze("r")
@@ -113,7 +113,7 @@ async def completed_rollout_takes_no_new_call(store: Store) -> None:
     expect_same(await store.freeze("r"), before)
     second = sample_entry("r", "under way")
     await store.write(Commit(second, epoch=epoch))
-    await store.write(Abandon("r", "refused", epoch=epoch))
+    await store.write(Abandon("r", "no reply", epoch=epoch))
     await store.write(MarkDelivery("r", "c", delivered=True, epoch=epoch))
     snapshot = await store.freeze("r")
     expect_clean(snapshot)
