@@ -1,17 +1,17 @@
-"""Bearer tokens: who may call the model as which rollout, and who may read records.
+"""Bearer tokens: who may call the model as which rollout, who may read records, and who may register rollouts.
 
 Invariant: every token is derived from one server secret and from what it is good for, so a token says nothing about
-any other; a rollout's token calls the model as that rollout and does nothing else. Tokens are compared in constant
-time. Without a secret every route is open.
+any other; a rollout's token calls the model as that rollout, says how it ended if that was left to it, and does
+nothing else. Tokens are compared in constant time. Without a secret every route is open.
 
-`token = hex(HMAC-SHA256(secret, purpose))`, with a purpose that no rollout id can spell for the other two uses.
+`token = hex(HMAC-SHA256(secret, purpose))`, with a purpose that no rollout id can spell for the other uses.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -55,6 +55,10 @@ class Keyring:
         """Good for reading the records of every rollout."""
         return self._token("read")
 
+    def admin_token(self) -> str:
+        """Good for registering rollouts and for saying how they ended, and so for every rollout's own token."""
+        return self._token("admin")
+
     def admit_call(self, headers: Mapping[str, str], rollout_id: str | None) -> None:
         """Raises `AuthenticationError` unless the request may call the model as this rollout.
 
@@ -67,6 +71,14 @@ class Keyring:
         """Raises `AuthenticationError` unless the request may read records."""
         self._admit(headers, self.read_token(), "reading records")
 
+    def admit_admin(self, headers: Mapping[str, str]) -> None:
+        """Raises `AuthenticationError` unless the request may register rollouts."""
+        self._admit(headers, self.admin_token(), "registering rollouts")
+
+    def is_admin(self, headers: Mapping[str, str]) -> bool:
+        """Whether the request may say how any rollout ended."""
+        return _is_among(self.admin_token(), _presented(headers))
+
     def _admit(self, headers: Mapping[str, str], expected: str, purpose: str) -> None:
         presented = _presented(headers)
         if not presented:
@@ -75,11 +87,15 @@ class Keyring:
                 "which is what API clients do with their API key"
             )
         # Clients may send both headers, and one of them with a key of their own.
-        if not any(hmac.compare_digest(token.encode(), expected.encode()) for token in presented):
+        if not _is_among(expected, presented):
             raise AuthenticationError(f"the token is not one for {purpose}", forbidden=True)
 
     def _token(self, purpose: str) -> str:
         return hmac.new(self._secret, purpose.encode(), hashlib.sha256).hexdigest()
+
+
+def _is_among(expected: str, presented: Sequence[str]) -> bool:
+    return any(hmac.compare_digest(token.encode(), expected.encode()) for token in presented)
 
 
 def _presented(headers: Mapping[str, str]) -> list[str]:

@@ -13,6 +13,8 @@ is built (`data.groups`).
     │   └── SchemaVersionError     ...or written by a newer version
     ├── StoreError                 state could not be read or written
     │   ├── ConflictingCallError   the same call id came twice with different content
+    │   ├── CompletedRolloutError  a call or another outcome, of a rollout that has one
+    │   ├── ConflictingRegistrationError   ...another registration, of a rollout that has one
     │   ├── RetiredRolloutError    a late writer of a rollout that was dropped or cleared
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
@@ -99,6 +101,14 @@ class StoreError(GymCaptureError):
 
 class ConflictingCallError(StoreError):
     """The same call id arrived twice with different content; the first stays, the rollout is masked."""
+
+
+class CompletedRolloutError(StoreError):
+    """The rollout has an outcome: it takes no new call, and no other outcome."""
+
+
+class ConflictingRegistrationError(StoreError):
+    """The rollout was registered with other content; the first registration stays."""
 
 
 class RetiredRolloutError(StoreError):

@@ -208,7 +208,11 @@ class MaskReason(Reason):
         "Calls of one trajectory differ in routed experts or sampling mask: one has none, or of another shape.",
         "Record them for all calls or for none.",
     )
-    MISSING_REWARD = ("missing_reward", "The rollout has no reward.", "Give it one in the file of rollouts.")
+    MISSING_REWARD = (
+        "missing_reward",
+        "The rollout has no reward: the file of rollouts has none, or nobody completed it with one.",
+        "Give it one in the file of rollouts, or by `POST /rollouts/{id}/complete`; then build again.",
+    )
     NON_FINITE_REWARD = ("non_finite_reward", "The reward is infinite or no number.", "Mend the scoring.")
     INCOMPLETE = (
         "incomplete",

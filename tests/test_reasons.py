@@ -52,6 +52,7 @@ OTHER_WORDS = {
     ("incomplete", "gym_capture/capture/record_rows.py"): "a column",
     ("incomplete", "gym_capture/commands/records.py"): "a column",
     ("incomplete", "gym_capture/serving/metrics.py"): "a field of the counts",
+    ("incomplete", "gym_capture/serving/registry.py"): "a field of a reply",
     ("incomplete", "gym_capture/conformance/checks.py"): "a field of a snapshot",
     ("refused", "gym_capture/splice/audit.py"): "a verdict",
     ("refused", "gym_capture/commands/audit_template.py"): "a verdict",

@@ -40,10 +40,12 @@ from gym_capture.capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
+    Completed,
     DeliveryKnown,
     Event,
     MarkedIncomplete,
     ProblemFound,
+    Registered,
     Retired,
 )
 from gym_capture.capture.suffixes import complete
@@ -272,6 +274,8 @@ _PLAIN: Final[dict[str, type[Event]]] = {
     "abandoned": Abandoned,
     "incomplete": MarkedIncomplete,
     "delivery": DeliveryKnown,
+    "registered": Registered,
+    "completed": Completed,
     "retired": Retired,
 }
 """The kinds whose objects are just their fields, behind the epoch."""

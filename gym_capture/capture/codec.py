@@ -41,6 +41,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gym_capture.capture.codec_json import dump_json, load_json, load_object, to_text
+from gym_capture.capture.outcomes import SAID, said_in, said_texts
 from gym_capture.capture.record_fields import FIELDS, Kind, RecordField, of_kinds, parts, reader
 from gym_capture.capture.records import (
     CallIntent,
@@ -100,9 +101,7 @@ _read_always: Final = reader(_ALWAYS)
 _read_often: Final = reader(_OFTEN)
 # Closed: a field of another name comes from a newer version.
 _HEADER_NAMES: Final = frozenset((*(field.name for field in _HEADER), _OFFSET, "arrays"))
-_SNAPSHOT_FIELDS: Final = frozenset(
-    ("rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "lost_calls", "entry_sizes")
-)
+_SNAPSHOT_FIELDS: Final = {"rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "entry_sizes"}
 _INTENT_KEYS: Final = ("request_key", "asked_key", "answer_key")
 """Left out when empty; intents from before there were any have none."""
 _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest", *_INTENT_KEYS))
@@ -347,10 +346,7 @@ def decode_intent(data: bytes) -> CallIntent:
 
 
 def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The bytes of a frozen rollout: its header, then its encoded records, prompts without what their parents hold.
-
-    Raises `RecordError` as `encode_entry`.
-    """
+    """The bytes of a frozen rollout: header, encoded records without what their parents hold. Raises `RecordError`."""
     return join_snapshot(snapshot, [encode_entry(record) for record in stored_form(snapshot)])
 
 
@@ -373,6 +369,7 @@ def join_snapshot(
                 "delivery": dict(delivery),
                 "lost_calls": [[lost.model_call_id, lost.retries, lost.answers] for lost in snapshot.lost_calls],
                 "entry_sizes": [len(record) for record in encoded_records],
+                **said_texts(snapshot.registration, snapshot.outcome),
             }
         ).encode("utf-8", "surrogatepass"),
         b" ",
@@ -405,8 +402,8 @@ def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
     _check_version(version, what="an encoded snapshot")
     offset = _SIZES.size + header_len
     header = load_object(data[_SIZES.size : offset], "header")
-    _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS, what="an encoded snapshot")
-    if header.keys() | {"lost_calls"} != _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
+    _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS - {"lost_calls", *SAID}, what="an encoded snapshot")
+    if not header.keys() >= _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
     problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
     records: list[StoredRecord] = []
@@ -417,6 +414,7 @@ def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
         else:
             records.append(record)
         offset += size
+    registration, outcome = said_in(header)
     snapshot = Snapshot(
         rollout_id=header["rollout_id"],
         snapshot_id=header["snapshot_id"],
@@ -427,6 +425,8 @@ def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
         lost_calls=tuple(
             LostCall(model_call_id=c, retries=tuple(r), answers=tuple(a)) for c, r, a in header.get("lost_calls", ())
         ),
+        registration=registration,
+        outcome=outcome,
     )
     return snapshot, with_delivery(records, header["delivery"])
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import ClassVar, Final, TypeAlias, get_args
 
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import CallIntent, CallRecord
 from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.errors import RecordError
@@ -117,7 +118,33 @@ class Clear:
     rollout_id: str
 
 
-Operation: TypeAlias = Begin | Commit | Abandon | MarkIncomplete | MarkDelivery | Drop | Clear
+@dataclass(frozen=True, slots=True)
+class Register:
+    """There is such a rollout, whoever plays it, and whether or not a call of it has begun. It gives it its epoch.
+
+    Refused with `ConflictingRegistrationError` if something else was registered for it, with `RetiredRolloutError` as
+    `Begin` is.
+    """
+
+    call_id: ClassVar[None] = None
+    rollout_id: str
+    registration: Registration
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """The rollout is over, with this outcome: no call of it begins any more. Those under way end as ever.
+
+    The first outcome stands: another one is refused with `CompletedRolloutError`. Of a rollout that is unknown with
+    `UnknownRolloutError`, of one that was dropped with `RetiredRolloutError`.
+    """
+
+    call_id: ClassVar[None] = None
+    rollout_id: str
+    outcome: Outcome
+
+
+Operation: TypeAlias = Begin | Commit | Abandon | MarkIncomplete | MarkDelivery | Drop | Clear | Register | Complete
 
 
 def check(operation: Operation) -> None:
@@ -173,6 +200,16 @@ def _intent(name: str, value: object) -> None:
         check_field(field_name, getattr(value, field_name))
 
 
+def _registration(name: str, value: object) -> None:
+    if not isinstance(value, Registration):
+        raise RecordError(f"{name} must be a Registration: got {type(value).__name__}", field=name)
+
+
+def _outcome(name: str, value: object) -> None:
+    if not isinstance(value, Outcome):
+        raise RecordError(f"{name} must be an Outcome: got {type(value).__name__}", field=name)
+
+
 _Check: TypeAlias = Callable[[str, object], None]
 _BY_NAME: Final[Mapping[str, _Check]] = {
     **dict.fromkeys(("rollout_id", "call_id", "reason", "snapshot_id"), check_text),
@@ -182,6 +219,8 @@ _BY_NAME: Final[Mapping[str, _Check]] = {
     "entry": _entry,
     "encoded": _encoded,
     "intent": _intent,
+    "registration": _registration,
+    "outcome": _outcome,
 }
 """A field of one name has the same type in every operation."""
 _INTENT_CHECKS: Final = tuple(

@@ -65,6 +65,10 @@ def rollout_row(snapshot: Snapshot) -> dict[str, Any]:
             {"reason": p.reason, "call_id": p.call_id, "field": p.field, "detail": p.detail} for p in snapshot.problems
         ],
         "lost_calls": lost_call_rows(snapshot),
+        "group_id": None if (said := snapshot.registration) is None else said.group_id,
+        "sample": None if said is None else said.sample,
+        "task": None if said is None else said.task,
+        "outcome": None if snapshot.outcome is None else row_json(snapshot.outcome.as_dict()).decode(),
     }
 
 

@@ -22,6 +22,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.errors import RecordError
 from gym_capture.reasons import ExcludedReason
 from gym_capture.rollout_ids import check_rollout_id
@@ -212,7 +213,10 @@ class CallRecord:
                 f"must align with generation_token_ids: got {log_probs.size}, expected {generated}",
             )
         if log_probs.size:
-            if not math.isfinite(np.add.reduce(log_probs)) and not np.isfinite(log_probs).all():
+            # The sum tells in one look; where finite ones add up to more than a float32 holds, a second one does.
+            with np.errstate(over="ignore", invalid="ignore"):
+                total = np.add.reduce(log_probs)
+            if not math.isfinite(total) and not np.isfinite(log_probs).all():
                 raise self._error("generation_log_probs", "must be finite")
             highest = np.maximum.reduce(log_probs)
             if highest > LOG_PROB_ROUNDING:
@@ -397,6 +401,10 @@ class Snapshot:
     problems: tuple[RecordProblem, ...] = ()
     lost_calls: tuple[LostCall, ...] = ()
     """Of the calls with a `dangling_intent`, those of which it is known what they were for, by call id."""
+    registration: Registration | None = None
+    """Which rollout it is, if somebody registered it."""
+    outcome: Outcome | None = None
+    """How it ended, if somebody said so."""
 
     @property
     def records(self) -> tuple[TokenEntry | EntrySuffix, ...]:

@@ -21,14 +21,35 @@ intent may be lost (an earlier process died before it was acknowledged) or never
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Set
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
 
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
-from gym_capture.capture.records import CallIntent, LostCall, RecordProblem, Snapshot, delivered_by
-from gym_capture.errors import ConflictingCallError, RetiredRolloutError, StaleSnapshotError, StoreError
+from gym_capture.capture.lost_calls import lost_calls, purpose
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Commit,
+    Complete,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Operation,
+    Register,
+)
+from gym_capture.capture.outcomes import Outcome, Registration
+from gym_capture.capture.records import CallIntent, RecordProblem, Snapshot, delivered_by
+from gym_capture.errors import (
+    CompletedRolloutError,
+    ConflictingCallError,
+    ConflictingRegistrationError,
+    GymCaptureError,
+    RetiredRolloutError,
+    StaleSnapshotError,
+    UnknownRolloutError,
+)
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
 
 # --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
@@ -51,8 +72,8 @@ class Begun:
 
     @property
     def value(self) -> bytes:
-        """The call's purpose (`_purpose`)."""
-        return _purpose(self.intent)
+        """The call's purpose (`lost_calls.purpose`)."""
+        return purpose(self.intent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +158,36 @@ class DeliveryKnown:
 
 
 @dataclass(frozen=True, slots=True)
+class Registered:
+    """Which rollout it is."""
+
+    kind: ClassVar = "registered"
+    value: ClassVar = b""
+    epoch: int
+    text: str
+    """As `Registration.as_text` writes it."""
+
+    @property
+    def key(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Completed:
+    """How the rollout ended."""
+
+    kind: ClassVar = "completed"
+    value: ClassVar = b""
+    epoch: int
+    text: str
+    """As `Outcome.as_text` writes it."""
+
+    @property
+    def key(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
 class Retired:
     """Everything before `epoch` is gone."""
 
@@ -155,7 +206,9 @@ class Retired:
         return self.consumed_epoch is not None
 
 
-Fact: TypeAlias = Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown
+Fact: TypeAlias = (
+    Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown | Registered | Completed
+)
 Event: TypeAlias = Fact | Retired
 
 _ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "marked", "problem", "delivered", "undelivered")
@@ -167,7 +220,7 @@ class Decision(NamedTuple):
     """The fact that an operation adds, if any. An error is raised after the event, if there is one, is durable."""
 
     event: Event | None = None
-    error: StoreError | None = None
+    error: GymCaptureError | None = None
     epoch: int = 0
     """The epoch of the rollout's writes once the event is durable; 0: nothing is known of it."""
 
@@ -218,14 +271,41 @@ class RolloutState:
     def is_live(self) -> bool:
         return bool(self.facts)
 
+    @property
+    def registration(self) -> Registration | None:
+        # Decided one after the other, there is never a second; whatever facts there are, it is always the same one.
+        return next((Registration.from_text(text) for text in sorted(self.of(Registered.kind))), None)
+
+    @property
+    def outcome(self) -> Outcome | None:
+        return next((Outcome.from_text(text) for text in sorted(self.of(Completed.kind))), None)
+
+    @property
+    def _is_closed(self) -> bool:
+        """It was consumed, and takes no calls until it is cleared."""
+        return self.retired is not None and self.retired.refuses_calls
+
     # deciding: nothing changes
 
     def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
         """Decides a checked operation. `payload_digest`: of the record of a `Commit`."""
         match operation:
+            case Begin() | Register() | Complete() if self._is_closed:
+                return self._refused(operation.call_id)
             case Begin(intent):
-                is_closed = self.retired is not None and self.retired.refuses_calls
-                return self._refused(intent.model_call_id) if is_closed else self._new(Begun(self.epoch, intent))
+                begun = Begun(self.epoch, intent)
+                return (
+                    self._is_over(intent.model_call_id) if self.outcome and not self.knows(begun) else self._new(begun)
+                )
+            case Register(_, registration):
+                return self._register(registration)
+            case Complete(_, outcome):
+                if not self.is_live:
+                    error = UnknownRolloutError("nothing is recorded of this rollout", rollout_id=self.rollout_id)
+                    return Decision(error=error, epoch=self.epoch)
+                if self.outcome not in (None, outcome):
+                    return self._is_over(None)
+                return self._new(Completed(self.epoch, outcome.as_text()))
             case Drop(_, snapshot_id, version):
                 return self._drop(snapshot_id, version, retirement)
             case Clear():
@@ -258,6 +338,23 @@ class RolloutState:
         )
         return self._new(ProblemFound(self.epoch, problem))._replace(error=error)
 
+    def _register(self, registration: Registration) -> Decision:
+        known = self.registration
+        if known in (None, registration):
+            return self._new(Registered(self.epoch, registration.as_text()))
+        error = ConflictingRegistrationError(
+            f"this rollout is registered already, with other content: {known}", rollout_id=self.rollout_id
+        )
+        return Decision(error=error, epoch=self.epoch)
+
+    def _is_over(self, call_id: str | None) -> Decision:
+        why = "no call of it begins any more"
+        if call_id is None and self.outcome is not None:
+            # Not for calls: who calls need not know the reward.
+            why = f"its first outcome stands: {self.outcome.as_dict()}"
+        error = CompletedRolloutError(f"this rollout is complete: {why}", rollout_id=self.rollout_id, call_id=call_id)
+        return Decision(error=error, epoch=self.epoch)
+
     def _drop(self, snapshot_id: str, version: int, retirement: Retirement) -> Decision:
         """Retires the snapshot if it is the current one; nothing if it is the one retired last."""
         if version == self.version and snapshot_id == self.snapshot_id():
@@ -272,8 +369,7 @@ class RolloutState:
         return Decision(error=error, epoch=self.epoch)
 
     def _clear(self, retirement: Retirement) -> Decision:
-        is_closed = self.retired is not None and self.retired.refuses_calls
-        if not self.is_live and not is_closed:
+        if not self.is_live and not self._is_closed:
             return self._nothing()
         return self._retired(retirement._replace(keeps_records=False), None, "", 0)
 
@@ -329,35 +425,11 @@ class RolloutState:
                 *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
             ),
             problems=tuple(sorted(self.of("problem"), key=lambda p: (p.reason, p.call_id or "", p.detail))),
-            lost_calls=self._lost_calls(dangling),
+            lost_calls=lost_calls(dangling, self.of("begun"), self.of("committed").keys()),
+            registration=self.registration,
+            outcome=self.outcome,
         )
         return Frozen(snapshot, self._delivery())
-
-    def _lost_calls(self, dangling: Set[str]) -> tuple[LostCall, ...]:
-        """Calls that were begun and then lost, with what is known of them.
-
-        Nothing, unless it is known of every call what it was for: any could be the one that goes on from a lost reply.
-        """
-        begun = self.of("begun")
-        if not dangling or not all(begun.values()) or not self.of("committed").keys() <= begun.keys():
-            return ()
-        purposes = {call_id: _Purpose.unpack(packed) for call_id, packed in begun.items()}
-        same_body: dict[tuple[bytes, bytes], list[str]] = {}
-        answering: dict[bytes, list[str]] = {}
-        for call_id, purpose in purposes.items():
-            same_body.setdefault((purpose.body, purpose.request), []).append(call_id)
-            answering.setdefault(purpose.asked, []).append(call_id)
-        lost: list[LostCall] = []
-        for call_id in sorted(dangling):
-            mine = purposes[call_id]
-            if mine.request != _NO_KEY:
-                retries = {other for other in same_body[mine.body, mine.request] if other != call_id}
-                after = answering.get(mine.request, ())
-                answers = {purposes[other].answer.hex() for other in after if other != call_id}
-                lost.append(
-                    LostCall(model_call_id=call_id, retries=tuple(sorted(retries)), answers=tuple(sorted(answers)))
-                )
-        return tuple(lost)
 
     def _delivery(self) -> dict[str, bool]:
         said = [(call_id, True) for call_id in self.of("delivered")]
@@ -385,37 +457,6 @@ class RolloutState:
         if kind == Committed.kind:
             return [f"{call_id}={digest.hex()}" for call_id, digest in sorted(facts.items())]
         return sorted(key if isinstance(key, str) else repr(key) for key in facts)
-
-
-_KEY_BYTES: Final = 16
-_NO_KEY: Final = bytes(_KEY_BYTES)
-
-
-class _Purpose(NamedTuple):
-    """A call's purpose, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
-
-    body: bytes
-    request: bytes
-    asked: bytes
-    answer: bytes
-
-    @classmethod
-    def unpack(cls, packed: bytes) -> _Purpose:
-        return cls(*(packed[start : start + _KEY_BYTES] for start in range(0, len(packed), _KEY_BYTES)))
-
-
-def _purpose(intent: CallIntent) -> bytes:
-    """Packed; empty if it is not known, as of intents that were written before it was."""
-    if not intent.request_key and not intent.answer_key:
-        return b""
-    try:
-        keys = [bytes.fromhex(key) or _NO_KEY for key in (intent.request_key, intent.asked_key, intent.answer_key)]
-    except ValueError:
-        return b""
-    if any(len(key) != _KEY_BYTES for key in keys):
-        return b""
-    body = hashlib.blake2b(intent.request_digest.encode("utf-8", "surrogatepass"), digest_size=_KEY_BYTES).digest()
-    return b"".join((body, *keys))
 
 
 def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:

@@ -39,8 +39,8 @@ def command(
     rollouts: Annotated[
         Path | None,
         typer.Option(
-            help="Which rollouts to build, one a line: rollout_id, group_id, reward. Without it, all of them, each its "
-            "own group and without a reward.",
+            help="Which rollouts to build, one a line: rollout_id, group_id, reward. Without it, all of them: as they "
+            "were registered and completed, others each its own group and without a reward.",
             exists=True,
             dir_okay=False,
         ),

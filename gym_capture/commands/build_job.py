@@ -2,8 +2,8 @@
 
 Invariant: records are dropped only after every trajectory is written, and only those that were consumed.
 
-Flow: the rollouts of a job -> the records of the running graph, or of the directory that a stopped one left -> the
-Ray Data job under a progress bar -> a table of what became of the rollouts.
+Flow: the rollouts of a job, or all that are recorded -> the records of the running graph, or of the directory that a
+stopped one left -> the Ray Data job under a progress bar -> a table of what became of the rollouts.
 """
 
 from __future__ import annotations
@@ -50,8 +50,14 @@ class AdvantageScale(StrEnum):
 
 
 def command(
-    rollouts: Annotated[Path, typer.Argument(help="Rollouts, one JSON object a line, as a rollout job writes them.")],
     out: Annotated[str, typer.Option(help="Directory, or URI of one, for the Parquet files; all nodes write to it.")],
+    rollouts: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Rollouts, one JSON object a line, as a rollout job writes them. Without it, all that are recorded, "
+            "as they were registered and completed."
+        ),
+    ] = None,
     records: Annotated[
         Path | None,
         typer.Option(help="Records that a stopped graph left. By default: of the running one.", file_okay=False),
@@ -63,7 +69,12 @@ def command(
     workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; by default what has room.")] = None,
     worker_cpus: Annotated[float, typer.Option(min=0.0, help="Logical CPUs that a worker takes up.")] = 1.0,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove trajectories that OUT holds already.")] = False,
-    drop_consumed: Annotated[bool, typer.Option("--retire", help="Drop the records that were consumed.")] = False,
+    drop_consumed: Annotated[
+        bool,
+        typer.Option(
+            "--retire", help="Drop the records that were consumed; without a list, of complete rollouts only."
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
     """Build trajectories of finished rollouts, with rewards and group advantages, as Parquet.
@@ -74,10 +85,11 @@ def command(
 
     from gym_capture.build.builder import BuildOptions
     from gym_capture.data import job
-    from gym_capture.data.sources import retire
+    from gym_capture.data.requests import groups_recorded
+    from gym_capture.data.sources import recorded, retire
 
     console = Console(stderr=True)
-    requests = listed_rollouts(rollouts, console)
+    requests = None if rollouts is None else listed_rollouts(rollouts, console)
     ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     options = job.JobOptions(
@@ -87,17 +99,22 @@ def command(
         worker_cpus=worker_cpus,
     )
     with _source(records, namespace) as source:
+        standings = asyncio.run(recorded(source)) if requests is None else ()
+        total = len(standings) if requests is None else requests.num_rows
         with progress_bar(console) as on_progress:
             built = job.write_trajectories(
-                requests,
+                groups_recorded(standings) if requests is None else requests,
                 source=source,
                 out=out,
                 options=options,
                 overwrite=overwrite,
-                on_progress=lambda done: on_progress(done, requests.num_rows),
+                on_progress=lambda done: on_progress(done, total),
                 on_left=warn_of_left(console, out),
             )
-        changed = asyncio.run(retire(source, built.snapshots)) if drop_consumed else ()
+        # One that nobody has completed is still being played, for all that is known.
+        still_open = {each.rollout_id for each in standings if each.outcome is None}
+        consumed = {name: snapshot for name, snapshot in built.snapshots.items() if name not in still_open}
+        changed = asyncio.run(retire(source, consumed)) if drop_consumed else ()
     for rollout_id in changed:
         console.print(f"[yellow]warning:[/] {escape(rollout_id)} has changed since it was built and is kept")
     show(built, out, as_json=as_json, console=console)

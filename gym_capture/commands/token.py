@@ -15,17 +15,19 @@ def command(
     secret_file: Annotated[Path, typer.Option(help="The server's secret file.", envvar="GYM_CAPTURE_SECRET_FILE")],
     rollout_ids: Annotated[list[str] | None, typer.Argument(help="Rollouts whose agents call the model.")] = None,
     untracked: Annotated[bool, typer.Option("--untracked", help="For calls without a rollout.")] = False,
+    admin: Annotated[bool, typer.Option("--admin", help="For registering rollouts, and for their outcomes.")] = False,
     read: Annotated[bool, typer.Option("--read", help="For reading the records of every rollout.")] = False,
 ) -> None:
-    """Print tokens: for an agent's rollout (its API key), for calls without a rollout, or for reading records.
+    """Print tokens: for an agent's rollout (its API key), for calls without one, for reading records, for registering.
 
-    One token is printed alone. Several are lines of a rollout's id, `--untracked` or `--read`, a tab, and its token.
+    One token is printed alone. Several are lines of a rollout's id or the option, a tab, and the token.
     """
     keyring = Keyring.from_file(secret_file)
     tokens = [(rollout_id, keyring.rollout_token(rollout_id)) for rollout_id in rollout_ids or ()]
     # A rollout may be called `read`: what is no rollout goes by its option.
     tokens += [("--untracked", keyring.untracked_token())] * untracked + [("--read", keyring.read_token())] * read
+    tokens += [("--admin", keyring.admin_token())] * admin
     if not tokens:
-        raise ConfigError("name a rollout, or say --untracked or --read")
+        raise ConfigError("name a rollout, or say --untracked, --read or --admin")
     for name, token in tokens:
         print(token if len(tokens) == 1 else f"{name}\t{token}")

@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
-from gym_capture.conformance.checks import CHECKS, DURABILITY_CHECKS
+from gym_capture.conformance.checks import CHECKS as _OF_CALLS
+from gym_capture.conformance.checks import DURABILITY_CHECKS as _OF_CALLS_DURABLY
+from gym_capture.conformance.outcomes import CHECKS as _OF_OUTCOMES
+from gym_capture.conformance.outcomes import DURABILITY_CHECKS as _OF_OUTCOMES_DURABLY
 from gym_capture.conformance.support import (
     Check,
     ConformanceError,
@@ -46,6 +49,11 @@ __all__ = [
     "settled",
 ]
 
+
+CHECKS: Final[Mapping[str, Check]] = {**_OF_CALLS, **_OF_OUTCOMES}
+"""The checks that every store is put through, by name."""
+DURABILITY_CHECKS: Final[Mapping[str, DurabilityCheck]] = {**_OF_CALLS_DURABLY, **_OF_OUTCOMES_DURABLY}
+"""The checks of a store that survives a restart."""
 
 _StoreT = TypeVar("_StoreT", bound=Store)
 

@@ -117,6 +117,7 @@ def expect_same(got: Snapshot, expected: Snapshot) -> None:
         (expected.snapshot_id, expected.version, expected.incomplete, expected.problems),
         "snapshot",
     )
+    expect_equal((got.registration, got.outcome), (expected.registration, expected.outcome), "what was said of it")
     expect_entries(got, *expected.entries)
 
 

@@ -17,6 +17,7 @@ from typing import Final
 import pyarrow as pa
 
 from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.data.advantages import Scale
 from gym_capture.data.local_runner import LocalRunner
@@ -24,9 +25,17 @@ from gym_capture.data.log_directories import holds_logs, logs_in_one_process
 from gym_capture.data.nemo_gym import read_rollout, rollout_ids, rollout_sizes
 from gym_capture.data.parts import RowOptions, WorkerSource
 from gym_capture.data.report import BuildReport
-from gym_capture.data.requests import ROLLOUTS_PER_PART, check_requests, each_alone, groups_of, split_into_parts
+from gym_capture.data.requests import (
+    ROLLOUTS_PER_PART,
+    check_requests,
+    each_alone,
+    groups_of,
+    groups_recorded,
+    split_into_parts,
+)
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
+from gym_capture.stores.base import standings_of
 
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
 _ALONE_PER_PART: Final = 1_000
@@ -70,14 +79,17 @@ def build_directory(
     """Builds the records in `source` and writes `part-<number>.parquet` files of `schema.SCHEMA` into `out`.
 
     `source`: a directory of token files or, without any, one that has logs in it. `requests`: which rollouts, with
-    their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, each its own group and without a reward.
+    their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, by what is on record of them.
     `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `StoreError` if
     `source` cannot be listed, is in use or a worker died.
     """
     has_logs = bool(holds_logs(source)) and not rollout_sizes(source)
     if requests is None:
-        sizes = _logged(source) if has_logs else rollout_sizes(source)
-        parts = split_into_parts(each_alone(sizes), rollouts_per_part=_ALONE_PER_PART)
+        parts = (
+            split_into_parts(groups_recorded(_logged(source)), rollouts_per_part=ROLLOUTS_PER_PART)
+            if has_logs
+            else split_into_parts(each_alone(rollout_sizes(source)), rollouts_per_part=_ALONE_PER_PART)
+        )
     else:
         parts = split_into_parts(groups_of(check_requests(requests)), rollouts_per_part=ROLLOUTS_PER_PART)
     return write_files(
@@ -92,7 +104,7 @@ def build_directory(
     )
 
 
-def _logged(directory: Path) -> dict[str, int]:
-    """The rollouts of the logs, in order. A log is read in any case: their sizes do not matter."""
+def _logged(directory: Path) -> Sequence[Standing]:
+    """The rollouts of the logs, in order, and what was said of them."""
     with WorkerSource(logs_in_one_process(directory)) as source:
-        return dict.fromkeys(source.rollout_ids(), 0)
+        return source.run(standings_of(source.opened()))

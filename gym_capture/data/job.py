@@ -17,7 +17,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pyarrow as pa
 import ray.data
@@ -41,6 +41,9 @@ from gym_capture.data.trajectory_files import Work, write_files
 from gym_capture.data.watch import RayPost, start_watch
 from gym_capture.errors import GymCaptureError
 
+Rollouts: TypeAlias = pa.Table | ray.data.Dataset | list[tuple[Request, ...]]
+"""A table, in one piece or in blocks, or groups as `requests.groups_recorded` makes them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
@@ -62,12 +65,12 @@ class JobOptions:
 
 
 def build_trajectories(
-    rollouts: pa.Table | ray.data.Dataset, *, source: SourceSpec, options: JobOptions | None = None
+    rollouts: Rollouts, *, source: SourceSpec, options: JobOptions | None = None
 ) -> ray.data.Dataset:
     """A dataset of `schema.SCHEMA`, built as it is read; the rows of a rollout, and of a group, stand together.
 
     `rollouts` has the columns `rollout_id` and `group_id`, and `reward`, `reward_components`, `failure`, `agent_name`,
-    `input` where they are known (`requests.REQUEST_SCHEMA`).
+    `input` where they are known (`requests.REQUEST_SCHEMA`); or it is groups that are made already.
     """
     options = options or JobOptions()
     parts = [Part(number=number, groups=groups) for number, groups in enumerate(_parts(rollouts, options))]
@@ -77,7 +80,7 @@ def build_trajectories(
 
 
 def write_trajectories(
-    rollouts: pa.Table | ray.data.Dataset,
+    rollouts: Rollouts,
     *,
     source: SourceSpec,
     out: str | Path,
@@ -120,7 +123,9 @@ class RayRunner:
             yield from written
 
 
-def _parts(rollouts: pa.Table | ray.data.Dataset, options: JobOptions) -> list[tuple[tuple[Request, ...], ...]]:
+def _parts(rollouts: Rollouts, options: JobOptions) -> list[tuple[tuple[Request, ...], ...]]:
+    if isinstance(rollouts, list):
+        return split_into_parts(rollouts, rollouts_per_part=options.rollouts_per_part)
     if not isinstance(rollouts, pa.Table):
         # Block by block: one whose values are all missing has columns of type null.
         blocks = [conform(block) for block in rollouts.iter_batches(batch_size=None, batch_format="pyarrow")]

@@ -20,12 +20,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Clear, Drop, Operation
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import retired_error
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.data.log_directories import log_directories
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.stores.base import ListedStore
 from gym_capture.stores.log import LogStore
 
 
@@ -50,7 +52,7 @@ def opened_logs(directory: Path) -> Iterator[SourceSpec]:
             ray.kill(owner)
 
 
-class LogClient:
+class LogClient(ListedStore):
     """A `RecordStore` over logs that other processes own."""
 
     def __init__(self, owner_of: dict[str, Any]) -> None:
@@ -78,6 +80,12 @@ class LogClient:
     async def rollout_ids(self) -> Sequence[str]:
         return sorted(self._owner_of)
 
+    async def standings(self) -> Sequence[Standing]:
+        owners = dict.fromkeys(self._owner_of.values())
+        answers = [(owner, await _awaited(owner.standings.remote())) for owner in owners]
+        found = [each for owner, answer in answers for each in answer if self._owner_of.get(each.rollout_id) == owner]
+        return sorted(found, key=lambda each: each.rollout_id)
+
     async def close(self) -> None:
         """The actors stay: they belong to `opened_logs`."""
 
@@ -91,6 +99,9 @@ class _LogOwner:
 
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).rollout_ids()
+
+    async def standings(self) -> Sequence[Standing]:
+        return await (await self._opened()).standings()
 
     async def freeze(self, rollout_id: str) -> bytes:
         return await (await self._opened()).freeze_encoded(rollout_id)

@@ -14,13 +14,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 
 from gym_capture.capture.operations import Clear, Drop, Operation
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import retired_error
 from gym_capture.data.log_directories import log_directories
+from gym_capture.stores.base import ListedStore
 from gym_capture.stores.log import LogStore
 
 
-class Logs:
+class Logs(ListedStore):
     """A `RecordStore` over several logs. Lives on one event loop."""
 
     def __init__(self, opened: AsyncExitStack, store_of: dict[str, LogStore]) -> None:
@@ -54,6 +56,13 @@ class Logs:
 
     async def rollout_ids(self) -> Sequence[str]:
         return sorted(self._store_of)
+
+    async def standings(self) -> Sequence[Standing]:
+        stores = dict.fromkeys(self._store_of.values())
+        found = [
+            each for store in stores for each in await store.standings() if self._store_of[each.rollout_id] is store
+        ]
+        return sorted(found, key=lambda each: each.rollout_id)
 
     async def close(self) -> None:
         await self._opened.aclose()

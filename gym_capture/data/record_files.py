@@ -115,6 +115,11 @@ ROLLOUT_SCHEMA: Final[pa.Schema] = pa.schema(
             ),
             nullable=False,
         ),
+        # Of rollouts that were registered, and of those that were completed; the task and the outcome as JSON.
+        pa.field("group_id", pa.string()),
+        pa.field("sample", pa.int64()),
+        pa.field("task", pa.string()),
+        pa.field("outcome", pa.string()),
     ],
     metadata=_METADATA,
 )

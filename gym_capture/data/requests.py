@@ -4,7 +4,8 @@ Invariant: one row a rollout id, and all rollouts of a group stand together in o
 can compare a group's rollouts without any other worker. Rewards are as given, a missing one is null - never 0.
 
 Flow: a table (or lines of JSON, as a rollout job writes them) -> `check_requests` -> `groups_of` -> `split_into_parts`
--> one worker a part. Where nothing is said of the rollouts of a source, `each_alone` asks for all of them.
+-> one worker a part. Without a table, `groups_recorded` asks for all rollouts of a source, by what is on record of
+them; where nothing can be, `each_alone` does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any, BinaryIO, Final
 
 import pyarrow as pa
 
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.record_rows import row_json
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
@@ -174,6 +176,29 @@ def each_alone(sizes: Mapping[str, int]) -> list[tuple[Request, ...]]:
     ]
 
 
+def groups_recorded(standings: Iterable[Standing]) -> list[tuple[Request, ...]]:
+    """The rollouts that a source has, as what was said of them says: registered ones in their groups, with their
+    rewards; others each alone, and compared with none.
+    """
+    groups: dict[str, list[Request]] = {}
+    alone: list[tuple[Request, ...]] = []
+    for rollout_id, registration, outcome in standings:
+        request = Request(
+            rollout_id=rollout_id,
+            group_id=rollout_id if registration is None else registration.group_id,
+            reward=None if outcome is None else outcome.reward,
+            reward_components=None if outcome is None else dict(outcome.reward_components) or None,
+            failure=None if outcome is None else outcome.failure,
+            input=None if registration is None else _task_as_input(registration.task),
+            compared=registration is not None,
+        )
+        if registration is None:
+            alone.append((request,))
+        else:
+            groups.setdefault(request.group_id, []).append(request)
+    return [*map(tuple, groups.values()), *alone]
+
+
 def split_into_parts(
     groups: Iterable[tuple[Request, ...]], *, rollouts_per_part: int, bytes_per_part: int = 64 * 2**20
 ) -> list[tuple[tuple[Request, ...], ...]]:
@@ -249,7 +274,7 @@ def _record(found: object) -> dict[str, Any]:
         if not isinstance(agent_name, str):
             raise TypeError(f"agent_name must be a string: got {agent_name!r}")
         _check_text("agent_name", agent_name)
-    if not (task is None or isinstance(task, str) or (isinstance(task, list) and all(map(_is_object, task)))):
+    if not (task is None or _is_input(task)):
         raise TypeError("input must be a text or a list of Responses items")
     return {
         "rollout_id": found["rollout_id"],
@@ -262,6 +287,16 @@ def _record(found: object) -> dict[str, Any]:
         "agent_name": agent_name,
         "input": None if task is None else row_json(task).decode(),
     }
+
+
+def _task_as_input(task: str | None) -> str | None:
+    """A task that is what `input` may be; of any other it is not known how the agent was given it."""
+    found = None if task is None else json.loads(task)
+    return task if _is_input(found) else None
+
+
+def _is_input(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(map(_is_object, value)))
 
 
 def _is_object(value: object) -> bool:

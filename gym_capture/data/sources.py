@@ -13,14 +13,16 @@ running graph). One of your own is whatever is a `SourceFactory`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 from gym_capture.capture.operations import Drop
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore, TokenSource
 from gym_capture.errors import ConfigError, StaleSnapshotError
 from gym_capture.imports import load
+from gym_capture.stores.base import standings_of
 
 
 class SourceFactory(Protocol):
@@ -49,6 +51,15 @@ class SourceSpec:
             return await opened if inspect.isawaitable(opened) else opened
         except OSError as error:
             raise ConfigError(f"the source {self.import_path} cannot be opened: {error}") from None
+
+
+async def recorded(source: SourceSpec) -> Sequence[Standing]:
+    """What was said of the live rollouts of a source. Raises what opening it raises."""
+    opened = await source.open()
+    try:
+        return await standings_of(opened)
+    finally:
+        await opened.close()
 
 
 async def retire(source: SourceSpec, consumed: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:

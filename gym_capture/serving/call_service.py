@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any, Final, Protocol
 
 from gym_capture.calls import ModelRequest
+from gym_capture.capture.operations import Operation
 from gym_capture.capture.protocols import Resolution, Resolved
 from gym_capture.capture.records import (
     CallIntent,
@@ -78,6 +79,7 @@ class CallState(Protocol):
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
     async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def write(self, operation: Operation) -> int: ...
     async def stats(self) -> ShardStats: ...
 
 
@@ -240,6 +242,12 @@ class CallService:
         if snapshot is None or snapshot.version == 0:
             raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
         return snapshot
+
+    async def write(self, operation: Operation) -> None:
+        """Makes durable what is said of a rollout. Raises as a store; `UnknownRolloutError` where nothing is kept."""
+        if self._state is None:
+            raise UnknownRolloutError("this graph records no rollouts", rollout_id=operation.rollout_id)
+        await self._state.write(operation)
 
     async def stats(self) -> ShardStats | None:
         """Counts of the state actors; None if nothing is captured. Raises a `StoreError` if they do not answer."""

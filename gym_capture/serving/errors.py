@@ -13,6 +13,8 @@ from typing import Final
 from gym_capture.dialects.base import ApiError
 from gym_capture.errors import (
     AuthenticationError,
+    CompletedRolloutError,
+    ConflictingRegistrationError,
     ContextLengthError,
     EngineDeadError,
     EngineOverloadedError,
@@ -55,7 +57,7 @@ def classify(error: Exception) -> ApiError:
             return ApiError(status=400, kind="invalid_request", message=error.message, param=error.param)
         case RequestError():
             return ApiError(status=400, kind="invalid_request", message=error.message)
-        case RetiredRolloutError():
+        case RetiredRolloutError() | CompletedRolloutError() | ConflictingRegistrationError():
             return ApiError(status=409, kind="conflict", message=str(error))
         case EngineOverloadedError():
             return ApiError(status=503, kind="overloaded", message=error.message, retry_after_s=error.retry_after_s)

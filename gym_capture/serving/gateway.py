@@ -17,7 +17,7 @@ import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, TypeAlias
@@ -31,15 +31,22 @@ from starlette.types import Receive, Scope, Send
 
 from gym_capture.auth import Keyring
 from gym_capture.calls import ModelRequest
-from gym_capture.capture.record_rows import snapshot_json
+from gym_capture.capture.record_rows import row_json, snapshot_json
 from gym_capture.dialects.base import ApiError, Dialect, ReplyIdentity, Route, StreamEncoder, TokenCounting
 from gym_capture.dialects.registry import DIALECTS
-from gym_capture.errors import GymCaptureError, InvalidRequestError, RequestTimeoutError, RequestTooLargeError
+from gym_capture.errors import (
+    GymCaptureError,
+    InvalidRequestError,
+    RequestTimeoutError,
+    RequestTooLargeError,
+    RetiredRolloutError,
+)
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify, no_route
 from gym_capture.serving.live import LiveCall, LiveCalls
 from gym_capture.serving.openapi import describe
+from gym_capture.serving.registry import Answer, Registry
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +119,20 @@ def build_gateway(
     async def records(request: Request) -> Response:
         return await _classified(_DEFAULT, edge.records(request))
 
+    def of_rollouts(look: Answer) -> _Handler:
+        async def answer(request: Request) -> Response:
+            return await _classified(_DEFAULT, _registered(look, request))
+
+        return answer
+
+    for method, path, look_at, description in edge.registry.routes():
+        app.add_api_route(
+            path,
+            of_rollouts(look_at),
+            methods=[method],
+            openapi_extra=dict(description),
+            operation_id=f"{method} {path}",
+        )
     for prefix in _PREFIXES:
         for spoken, answer in _answers(edge):
             app.add_api_route(
@@ -210,6 +231,7 @@ class _Edge:
         self._max_body_bytes = max_body_bytes
         self._body_timeout_s = body_timeout_s
         self._keyring = keyring
+        self.registry = Registry(service, keyring=keyring, body=self._whole_body)
 
     async def health(self) -> dict[str, str]:
         """Of each part that calls need: `ok`, or what is wrong."""
@@ -255,6 +277,9 @@ class _Edge:
         """The body of a request that may call the model as this rollout."""
         if self._keyring is not None:
             self._keyring.admit_call(http.headers, rollout_id)
+        return await self._whole_body(http)
+
+    async def _whole_body(self, http: Request) -> bytes:
         try:
             async with asyncio.timeout(self._body_timeout_s):
                 return await _body(http, self._max_body_bytes)
@@ -322,6 +347,14 @@ async def _classified(dialect: Dialect, answer: Awaitable[Response]) -> Response
         return Response(status_code=_GONE)
     except Exception as error:  # noqa: BLE001 - the boundary that classifies
         return _error_response(dialect, classify(error))
+
+
+async def _registered(answer: Answer, http: Request) -> Response:
+    """The answer of the registry. Of a rollout that is gone for good, a call has another status."""
+    try:
+        return Response(row_json(await answer(http)), media_type=_JSON)
+    except RetiredRolloutError as error:
+        return _error_response(_DEFAULT, replace(classify(error), status=410))
 
 
 async def _well(check: Awaitable[object]) -> str:

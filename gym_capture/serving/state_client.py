@@ -20,12 +20,14 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Operation
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import Resolution
 from gym_capture.capture.records import CallIntent, Snapshot
 from gym_capture.capture.sinks import BegunCall, TokenSink
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.serving.state_messages import BeginCall, Begun, Request, Resolve, packed
 from gym_capture.serving.stats import ShardStats, total
+from gym_capture.stores.base import ListedStore
 
 ANSWER_WITHIN_S: Final = 60.0
 """Ray notices after 15 s that a node is lost; then a shard of it starts elsewhere and reads its log back."""
@@ -37,7 +39,7 @@ _BYTES_OF_A_REQUEST: Final = 1_000
 """At most, about, beside its records and keys."""
 
 
-class StateClient:
+class StateClient(ListedStore):
     """Reaches the shard of a rollout. One object for all rollouts; a `RecordStore` and a `LineageStore`."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
@@ -70,6 +72,10 @@ class StateClient:
     async def rollout_ids(self) -> Sequence[str]:
         answers = await asyncio.gather(*(_ask(shard.rollout_ids) for shard in self.shards))
         return sorted(rollout_id for answer in answers for rollout_id in answer)
+
+    async def standings(self) -> Sequence[Standing]:
+        answers = await asyncio.gather(*(_ask(shard.standings) for shard in self.shards))
+        return sorted((each for answer in answers for each in answer), key=lambda each: each.rollout_id)
 
     async def stats(self) -> ShardStats:
         """Counts of all shards, together."""

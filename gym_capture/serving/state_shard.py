@@ -25,7 +25,19 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gym_capture.capture.codec import decode_stored, encode_snapshot
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Commit,
+    Complete,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Operation,
+    Register,
+)
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
@@ -36,7 +48,7 @@ from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +181,9 @@ class StateShard:
     async def rollout_ids(self) -> Sequence[str]:
         return await (await self._opened()).store.rollout_ids()
 
+    async def standings(self) -> Sequence[Standing]:
+        return await standings_of((await self._opened()).store)
+
     async def retire_idle(self, max_idle_s: float) -> list[str]:
         """Retires the rollouts that were left alone for so long, as their consumer would. Returns their ids.
 
@@ -291,6 +306,8 @@ class _Hosted:
                 self.tally.counts["drops"] += 1
             case Clear(rollout_id):
                 self.forget(rollout_id)
+            case Register(rollout_id) | Complete(rollout_id):
+                self.idle.wrote(rollout_id)
         return epoch
 
     async def commit_all(self, sent: Sequence[CommitBytes]) -> list[object]:

@@ -14,7 +14,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from gym_capture.capture.operations import Operation
-from gym_capture.capture.protocols import RecordStore
+from gym_capture.capture.outcomes import Standing
+from gym_capture.capture.protocols import RecordStore, TokenSource
 from gym_capture.errors import GymCaptureError
 from gym_capture.imports import load
 
@@ -47,6 +48,25 @@ class EncodedStore(ABC):
     @abstractmethod
     async def freeze_encoded(self, rollout_id: str) -> bytes:
         """`freeze`, as `codec.encode_snapshot` writes it."""
+
+
+class ListedStore(ABC):
+    """A store that knows what is said of its rollouts without reading their records."""
+
+    @abstractmethod
+    async def standings(self) -> Sequence[Standing]:
+        """Of the live rollouts, sorted by their ids."""
+
+
+async def standings_of(source: TokenSource) -> Sequence[Standing]:
+    """What is said of the live rollouts of any source: one that cannot list it is read from end to end."""
+    if isinstance(source, ListedStore):
+        return await source.standings()
+    found = []
+    for rollout_id in await source.rollout_ids():
+        snapshot = await source.freeze(rollout_id)
+        found.append(Standing(rollout_id, snapshot.registration, snapshot.outcome))
+    return found
 
 
 class MeasuredStore(ABC):

@@ -59,6 +59,8 @@ class RecordType(enum.IntEnum):
     PROBLEM = 5
     RETIRED = 6
     DELIVERY = 7
+    REGISTERED = 9
+    COMPLETED = 10
 
 
 class SegmentHeader(NamedTuple):

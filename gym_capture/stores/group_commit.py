@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from gym_capture.capture.rollout_state import Decision, Event
-from gym_capture.errors import GymCaptureError, StoreError, StoreUnavailableError
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.stores.base import CommitCounts
 from gym_capture.stores.frames import Draft, frame_size
 from gym_capture.stores.log_records import draft_of
@@ -62,7 +62,7 @@ class Ledger(Protocol):
 class _Batch:
     """Decided writes with their events and answers, and which rollouts and calls they are about."""
 
-    writes: list[tuple[_Queued, Event, int | StoreError]] = field(default_factory=list)
+    writes: list[tuple[_Queued, Event, int | GymCaptureError]] = field(default_factory=list)
     drafts: list[Draft] = field(default_factory=list)
     size_bytes: int = 0
     _rollouts: set[str] = field(default_factory=set)
@@ -73,7 +73,7 @@ class _Batch:
             return write.rollout_id in self._rollouts
         return (write.rollout_id, write.subject) in self._subjects or (write.rollout_id, None) in self._subjects
 
-    def add(self, queued: _Queued, event: Event, answer: int | StoreError) -> None:
+    def add(self, queued: _Queued, event: Event, answer: int | GymCaptureError) -> None:
         write = queued.write
         draft = draft_of(write.rollout_id, event, write.encoded)
         self.writes.append((queued, event, answer))

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.codec import decode_snapshot
-from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
+from gym_capture.capture.operations import Clear, Complete, Drop, MarkIncomplete, Operation, Register
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, StoreStats
+from gym_capture.stores.base import EncodedStore, ListedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import GroupCommit, Write
@@ -47,7 +48,7 @@ from gym_capture.stores.segments import (
 _DISK: Final = Disk()
 
 
-class LogStore(EncodedStore, MeasuredStore):
+class LogStore(EncodedStore, ListedStore, MeasuredStore):
     """A `RecordStore` on one directory. Made by `open`; lives on one event loop."""
 
     def __init__(
@@ -171,6 +172,10 @@ class LogStore(EncodedStore, MeasuredStore):
         self._check_open()
         return self._index.states.live_ids()
 
+    async def standings(self) -> Sequence[Standing]:
+        self._check_open()
+        return self._index.states.standings()
+
     async def compact(self) -> None:
         """Gives back what disk space it can now, instead of when it happens to be looked for after a `Drop`."""
         self._check_open()
@@ -217,7 +222,7 @@ class LogStore(EncodedStore, MeasuredStore):
 def _subject(operation: Operation) -> str | None:
     """The part of its rollout that an operation is about (`Write.subject`)."""
     match operation:
-        case Drop() | Clear():
+        case Drop() | Clear() | Register() | Complete():
             return None
         case MarkIncomplete(_, reason):
             return f"\0reason {reason}"

@@ -6,15 +6,18 @@ import json
 from typing import Any, Final
 
 from gym_capture.capture.codec import decode_intent, peek_entry
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import RecordProblem
 from gym_capture.capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
+    Completed,
     DeliveryKnown,
     Event,
     MarkedIncomplete,
     ProblemFound,
+    Registered,
     Retired,
 )
 from gym_capture.errors import CorruptLogError, RecordError
@@ -39,6 +42,10 @@ def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
             return Draft(RecordType.PROBLEM, epoch, pack_key(rollout_id, problem.call_id or ""), payload)
         case DeliveryKnown(epoch, call_id, delivered):
             return Draft(RecordType.DELIVERY, epoch, pack_key(rollout_id, call_id), _pack([delivered]))
+        case Registered(epoch, text):
+            return Draft(RecordType.REGISTERED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
+        case Completed(epoch, text):
+            return Draft(RecordType.COMPLETED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
         case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
             payload = _pack([consumed_epoch, snapshot_id, version, retired_at, keeps_records])
             return Draft(RecordType.RETIRED, epoch, pack_key(rollout_id), payload)
@@ -64,6 +71,12 @@ def event_of(frame: Frame) -> Event:
             case RecordType.DELIVERY:
                 (delivered,) = _unpack(frame.payload)
                 return DeliveryKnown(frame.epoch, frame.call_id, bool(delivered))
+            case RecordType.REGISTERED:
+                text = frame.payload.decode("utf-8", "surrogatepass")
+                return Registered(frame.epoch, Registration.from_text(text).as_text())
+            case RecordType.COMPLETED:
+                text = frame.payload.decode("utf-8", "surrogatepass")
+                return Completed(frame.epoch, Outcome.from_text(text).as_text())
             case RecordType.RETIRED:
                 return Retired(frame.epoch, *_unpack(frame.payload))
     except (RecordError, ValueError, TypeError) as error:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
-from gym_capture.capture.operations import Begin, Clear, Commit, Drop, Operation, check, check_text
+from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop, Operation, Register, check, check_text
+from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 from gym_capture.rollout_ids import check_rollout_id
 
@@ -55,18 +56,20 @@ class RolloutStates:
     # deciding
 
     def decide(self, write: Prepared) -> Decision:
-        """Decides an operation; nothing changes yet. An unknown rollout gets a new epoch when a call of it begins."""
+        """Decides an operation; nothing changes yet. What is said first of an unknown rollout gives it an epoch."""
         operation = write.operation
         state = self._find(operation.rollout_id)
         if state is None:
             match operation:
-                case Begin():
+                case Begin() | Register():
                     # Kept at once, empty: the next call gets the same epoch although this one is not durable yet.
                     state = self._states[operation.rollout_id] = RolloutState(operation.rollout_id, self.next_epoch)
                     self.next_epoch += 1
                 case Drop() | Clear():
                     # There is nothing to retire: it never was, or its tombstone was swept.
                     return Decision()
+                case Complete(rollout_id):
+                    state = RolloutState(rollout_id, 0)
                 case _:
                     return Decision(error=retired_error(operation.rollout_id, operation.call_id))
         digest = payload_digest(write.encoded) if isinstance(operation, Commit) else b""
@@ -115,6 +118,11 @@ class RolloutStates:
 
     def live_ids(self) -> list[str]:
         return sorted(rollout_id for rollout_id, state in self._states.items() if state.is_live)
+
+    def standings(self) -> list[Standing]:
+        """What is said of the live rollouts, sorted by their ids."""
+        live = ((rollout_id, self._states[rollout_id]) for rollout_id in self.live_ids())
+        return [Standing(rollout_id, state.registration, state.outcome) for rollout_id, state in live]
 
     def tombstone(self, rollout_id: str) -> Retired | None:
         return self._tombstones.get(rollout_id)

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.build.builder import ExcludedCall, build
-from gym_capture.capture import rollout_state
 from gym_capture.capture.codec import decode_intent, decode_snapshot, encode_intent, encode_snapshot
+from gym_capture.capture.lost_calls import Purpose
 from gym_capture.capture.operations import Begin, Commit, MarkDelivery
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.record_rows import rollout_row
@@ -200,10 +200,8 @@ def test_what_lost_calls_were_for_is_found_without_comparing_all_with_all(monkey
     state = RolloutState("r1", 1)
     for number in range(500):
         state.apply(Begun(1, intent(f"c{number}", f"{number}", after=(f"{number - 1}", "said"))))
-    unpack = rollout_state._Purpose.unpack
-    monkeypatch.setattr(
-        rollout_state._Purpose, "unpack", lambda packed: rollout_state._Purpose(*map(Counted, unpack(packed)))
-    )
+    unpack = Purpose.unpack
+    monkeypatch.setattr(Purpose, "unpack", lambda packed: Purpose(*map(Counted, unpack(packed))))
     lost = state.freeze().snapshot.lost_calls
     assert [len(each.answers) for each in lost].count(1) == 499
     assert compared < 20 * 500

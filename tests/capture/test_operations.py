@@ -13,12 +13,15 @@ from gym_capture.capture.operations import (
     Begin,
     Clear,
     Commit,
+    Complete,
     Drop,
     MarkDelivery,
     MarkIncomplete,
     Operation,
+    Register,
     check,
 )
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.sinks import TokenSink
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import InvalidRolloutIdError, RecordError, RetiredRolloutError
@@ -32,6 +35,8 @@ EVERY: list[Operation] = [
     MarkDelivery("r", "c", delivered=True, epoch=1),
     Drop("r", "snapshot", 1),
     Clear("r"),
+    Register("r", Registration(group_id="g", sample=1, task='"count"')),
+    Complete("r", Outcome(reward=0.5, reward_components=(("a", 1.0),))),
 ]
 
 
@@ -61,6 +66,8 @@ def test_an_operation_is_a_value_that_travels(operation: Operation) -> None:
         (Drop("r", cast(str, None), 1), "snapshot_id"),
         (Drop("r", "snapshot", cast(int, "1")), "version"),
         (Clear(cast(str, 5)), "rollout_id"),
+        (Register("r", cast(Any, "g")), "registration"),
+        (Complete("r", cast(Any, 1.0)), "outcome"),
         (cast(Operation, ("clear", "r")), "operation"),
     ],
 )

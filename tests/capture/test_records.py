@@ -115,3 +115,11 @@ def test_what_someone_else_ended_is_no_turn_of_the_policy(
         finish_reason=finish_reason, generation_token_ids=[7] * generated, generation_log_probs=[-0.5] * generated
     )
     assert not_a_turn(made) == reason
+
+
+def test_log_probs_whose_sum_overflows_are_finite_all_the_same() -> None:
+    """Without a warning: where warnings are errors, the record would be lost."""
+    lowest = float(np.finfo(np.float32).min)
+    assert entry(generation_token_ids=[1, 2], generation_log_probs=[lowest, lowest]).generation_log_probs.size == 2
+    with pytest.raises(RecordError, match="must be finite"):
+        entry(generation_token_ids=[1, 2], generation_log_probs=[np.inf, -np.inf])

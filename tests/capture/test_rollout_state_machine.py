@@ -19,26 +19,43 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from gym_capture.capture.codec import encode_entry, encode_snapshot
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Commit,
+    Complete,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Register,
+)
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
 from gym_capture.capture.rollout_state import (
     Abandoned,
     Begun,
     Committed,
+    Completed,
     DeliveryKnown,
     Event,
     MarkedIncomplete,
     ProblemFound,
+    Registered,
     Retired,
     RolloutState,
 )
 from gym_capture.conformance import Store, sample_entry, sample_intent
 from gym_capture.errors import (
+    CompletedRolloutError,
     ConflictingCallError,
+    ConflictingRegistrationError,
+    GymCaptureError,
     RetiredRolloutError,
     StaleSnapshotError,
     StoreError,
     StoreUnavailableError,
+    UnknownRolloutError,
 )
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
@@ -50,6 +67,8 @@ T = TypeVar("T")
 ROLLOUTS = st.sampled_from(["a", "b", "c"])
 CALLS = st.sampled_from(["c1", "c2", "c3", "c4"])
 VARIANTS = st.integers(0, 1)
+REGISTRATIONS = st.builds(Registration, group_id=st.just("g"), sample=st.integers(0, 1))
+OUTCOMES = st.builds(Outcome, reward=st.sampled_from([None, 0.0, 1.0]))
 ENDLESS = 1 << 60
 
 
@@ -66,10 +85,13 @@ class Attempt:
     marks: set[str] = field(default_factory=set)
     conflicts: set[str] = field(default_factory=set)
     deliveries: set[tuple[str, bool]] = field(default_factory=set)
+    registration: Registration | None = None
+    outcome: Outcome | None = None
 
     @property
     def facts(self) -> int:
-        return sum(map(len, (self.begun, self.recorded, self.abandoned, self.marks, self.conflicts, self.deliveries)))
+        of_calls = (self.begun, self.recorded, self.abandoned, self.marks, self.conflicts, self.deliveries)
+        return sum(map(len, of_calls)) + (self.registration is not None) + (self.outcome is not None)
 
     def shown(self, call_id: str) -> TokenEntry:
         """The call's record as a snapshot shows it: with what was said of its reply's delivery, no before yes."""
@@ -129,6 +151,17 @@ class StoreMachine(RuleBasedStateMachine):
         except RetiredRolloutError:
             assert attempt.is_dropped
             return multiple()
+        except CompletedRolloutError:
+            assert attempt.outcome is not None
+            assert call_id not in attempt.begun
+            return multiple()
+        assert attempt.outcome is None or call_id in attempt.begun
+        self.opened_by(rollout_id, epoch).begun.add(call_id)
+        return Writer(rollout_id, epoch)
+
+    def opened_by(self, rollout_id: str, epoch: int) -> Attempt:
+        """The attempt that goes on, or begins, with what was answered by this epoch."""
+        attempt = self.attempt(rollout_id)
         if attempt.is_dropped:
             assert self.forgets_tombstones
             attempt = self.attempts[rollout_id] = Attempt()
@@ -137,8 +170,39 @@ class StoreMachine(RuleBasedStateMachine):
             attempt.epoch = epoch
             self.given_out.add((rollout_id, epoch))
         assert epoch == attempt.epoch
-        attempt.begun.add(call_id)
+        return attempt
+
+    @rule(target=writers, rollout_id=ROLLOUTS, registration=REGISTRATIONS)
+    def register(self, rollout_id: str, registration: Registration) -> Any:
+        attempt = self.attempt(rollout_id)
+        try:
+            epoch = self.run(self.store.write(Register(rollout_id, registration)))
+        except RetiredRolloutError:
+            assert attempt.is_dropped
+            return multiple()
+        except ConflictingRegistrationError:
+            assert attempt.registration not in (None, registration)
+            return multiple()
+        assert attempt.registration in (None, registration)
+        self.opened_by(rollout_id, epoch).registration = registration
         return Writer(rollout_id, epoch)
+
+    @rule(rollout_id=ROLLOUTS, outcome=OUTCOMES)
+    def complete(self, rollout_id: str, outcome: Outcome) -> None:
+        attempt = self.attempt(rollout_id)
+        refused: tuple[type[GymCaptureError], ...] = ()
+        if attempt.is_dropped:
+            refused = (RetiredRolloutError, UnknownRolloutError) if self.forgets_tombstones else (RetiredRolloutError,)
+        elif not attempt.facts:
+            refused = (UnknownRolloutError,)
+        elif attempt.outcome not in (None, outcome):
+            refused = (CompletedRolloutError,)
+        if refused:
+            with pytest.raises(refused):
+                self.run(self.store.write(Complete(rollout_id, outcome)))
+        else:
+            assert self.run(self.store.write(Complete(rollout_id, outcome))) == attempt.epoch
+            attempt.outcome = outcome
 
     @rule(writer=writers, call_id=CALLS, variant=VARIANTS)
     def commit(self, writer: Writer, call_id: str, variant: int) -> None:
@@ -237,6 +301,7 @@ class StoreMachine(RuleBasedStateMachine):
             dangling = sorted(attempt.begun - attempt.recorded.keys() - attempt.abandoned)
             assert snapshot.incomplete == (*sorted(attempt.marks), *(f"dangling_intent:{c}" for c in dangling))
             assert [problem.call_id for problem in snapshot.problems] == sorted(attempt.conflicts)
+            assert (snapshot.registration, snapshot.outcome) == (attempt.registration, attempt.outcome)
 
 
 class LogMachine(StoreMachine):
@@ -315,6 +380,8 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
         CALLS.map(lambda call_id: RecordProblem(reason="p", call_id=call_id, field=None, detail="")),
     ),
     st.builds(DeliveryKnown, EPOCHS, CALLS, st.booleans()),
+    st.builds(Registered, EPOCHS, REGISTRATIONS.map(Registration.as_text)),
+    st.builds(Completed, EPOCHS, OUTCOMES.map(Outcome.as_text)),
     EPOCHS.map(lambda epoch: Retired(epoch, epoch - 1, "s", 1, 0.0, keeps_records=False)),
 )
 

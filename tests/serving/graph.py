@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
+import ray
 from openai import AsyncOpenAI
 
 from gym_capture.capture.records import Snapshot, TokenEntry
@@ -53,3 +57,16 @@ def whole(snapshot: Snapshot) -> list[TokenEntry]:
     """The calls, oldest first."""
     assert snapshot.orphans == ()
     return sorted(snapshot.entries, key=lambda entry: entry.created_at)
+
+
+def gym_capture(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    """Runs a command on the graph's cluster."""
+    address = ray.get_runtime_context().gcs_address
+    return subprocess.run(
+        [sys.executable, "-m", "gym_capture.cli", *map(str, arguments)],
+        env={**os.environ, "RAY_ADDRESS": address},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )

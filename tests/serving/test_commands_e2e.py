@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import httpx
 import pytest
-import ray
 
 from gym_capture.models import tiny_dir
-from tests.serving.graph import Graph
+from tests.serving.graph import Graph, gym_capture
 from trainer_bridge.nemo_rl import contiguity_walk
 
 pytestmark = pytest.mark.engine
-
-
-def gym_capture(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    """Runs a command on the graph's cluster."""
-    address = ray.get_runtime_context().gcs_address
-    return subprocess.run(
-        [sys.executable, "-m", "gym_capture.cli", *map(str, arguments)],
-        env={**os.environ, "RAY_ADDRESS": address},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
 
 
 def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:

@@ -73,8 +73,24 @@ def test_every_route_keeps_to_its_description(
     described: Mapping[GenerationMode, BaseSchema], url: str, route: str, prefix: str, mode: GenerationMode
 ) -> None:
     """No 500, no undocumented status or content type, no body outside the schema; what does not fit is refused."""
+    keep_to_it(described, url, prefix + route, "POST", mode)
 
-    @given(case=described[mode][prefix + route]["POST"].as_strategy(generation_mode=mode))
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [("POST", "/rollouts"), ("POST", "/rollouts/{rollout_id}/complete"), ("GET", "/rollouts/{rollout_id}")],
+)
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+def test_the_registry_keeps_to_its_description(
+    described: Mapping[GenerationMode, BaseSchema], url: str, method: str, path: str, mode: GenerationMode
+) -> None:
+    keep_to_it(described, url, path, method, mode)
+
+
+def keep_to_it(
+    described: Mapping[GenerationMode, BaseSchema], url: str, path: str, method: str, mode: GenerationMode
+) -> None:
+    @given(case=described[mode][path][method].as_strategy(generation_mode=mode))
     @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
     def keeps(case: Case) -> None:
         case.call_and_validate(base_url=url)
