@@ -13,7 +13,7 @@ is built (`data.groups`).
     │   └── SchemaVersionError     ...or written by a newer version
     ├── StoreError                 state could not be read or written
     │   ├── ConflictingCallError   the same call id came twice with different content
-    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped or cleared
+    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped, cleared or closed
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
@@ -102,7 +102,7 @@ class ConflictingCallError(StoreError):
 
 
 class RetiredRolloutError(StoreError):
-    """A write belongs to an attempt that was dropped or cleared."""
+    """A write belongs to an attempt that was dropped, cleared or closed."""
 
 
 class StaleSnapshotError(StoreError):

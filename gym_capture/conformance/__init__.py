@@ -15,7 +15,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from gym_capture.conformance.checks import CHECKS, DURABILITY_CHECKS
+from gym_capture.conformance.checks import CHECKS
+from gym_capture.conformance.restarts import DURABILITY_CHECKS
 from gym_capture.conformance.support import (
     Check,
     ConformanceError,

@@ -25,7 +25,17 @@ from pathlib import Path
 from typing import Any, Final, cast
 
 from gym_capture.capture.codec import decode_stored, encode_snapshot
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Close,
+    Commit,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Operation,
+)
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
@@ -289,7 +299,7 @@ class _Hosted:
             case Drop(rollout_id):
                 self.forget(rollout_id)
                 self.tally.counts["drops"] += 1
-            case Clear(rollout_id):
+            case Clear(rollout_id) | Close(rollout_id):
                 self.forget(rollout_id)
         return epoch
 

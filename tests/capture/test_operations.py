@@ -12,6 +12,7 @@ from gym_capture.capture.operations import (
     Abandon,
     Begin,
     Clear,
+    Close,
     Commit,
     Drop,
     MarkDelivery,
@@ -32,6 +33,7 @@ EVERY: list[Operation] = [
     MarkDelivery("r", "c", delivered=True, epoch=1),
     Drop("r", "snapshot", 1),
     Clear("r"),
+    Close("r"),
 ]
 
 
@@ -61,6 +63,7 @@ def test_an_operation_is_a_value_that_travels(operation: Operation) -> None:
         (Drop("r", cast(str, None), 1), "snapshot_id"),
         (Drop("r", "snapshot", cast(int, "1")), "version"),
         (Clear(cast(str, 5)), "rollout_id"),
+        (Close(cast(str, 5)), "rollout_id"),
         (cast(Operation, ("clear", "r")), "operation"),
     ],
 )
