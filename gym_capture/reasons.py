@@ -423,7 +423,7 @@ class AttemptFailure(Reason):
     )
     NOT_CLEARED = (
         "not_cleared",
-        "What an earlier attempt left on the server could not be cleared, so the rollout was not played.",
+        "An earlier attempt could not be closed, or what is stale not be cleared on the server: it was not played.",
         "Check that the state actors run (`/healthz`).",
     )
     ENVIRONMENT_START = (

@@ -45,11 +45,15 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The agent came to an end by itself or by its limit of calls."""
+    """The agent came to an end: by itself, by its limit of calls, or by that of the context."""
 
     answer: str
     n_calls: int
     """Model calls that the harness made. A program makes its own, which only the records count: then it is 0."""
+    truncated: bool = False
+    """The conversation outgrew the model's context: the server refused to go on with it."""
+    failed_call: int | None = None
+    """Of a truncated one: which model call did not fit, from 1; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
