@@ -471,7 +471,7 @@ class LeftOutReason(Reason):
     MASKED = ("masked", "The rollout is masked.", "`mask_reasons` of its row say why.")
     TRUNCATED = (
         "truncated",
-        "The rollout ended at a length limit, and the step leaves such rollouts out.",
+        "The rollout ended at a length limit, of a call or of the context, and the step leaves such rollouts out.",
         "Give the agent a higher limit, or train without overlong filtering.",
     )
     NO_ADVANTAGE = ("no_advantage", "The rollout has no advantage.", "Build with groups and rewards.")
