@@ -156,7 +156,7 @@ async def _job(harness: ToolLoop, url: str, rollouts: int) -> None:
 
 
 def _made(harness: Any, folder: Path, url: str, *, tasks: int, concurrency: int) -> RolloutJob:
-    async def clear(rollout_id: str) -> None:
+    async def nothing(rollout_id: str) -> None:
         return
 
     made: list[Task] = Register.tasks(tasks)
@@ -166,7 +166,8 @@ def _made(harness: Any, folder: Path, url: str, *, tasks: int, concurrency: int)
         harness=harness,
         make_environment=Register,
         endpoint=lambda rollout_id: Endpoint(f"{url}/ng-rollout/{rollout_id}/v1"),
-        clear=clear,
+        clear=nothing,
+        close=nothing,
         settings={},
         directory=folder,
     )

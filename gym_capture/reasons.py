@@ -427,7 +427,7 @@ class AttemptFailure(Reason):
     )
     NOT_CLEARED = (
         "not_cleared",
-        "What an earlier attempt left on the server could not be cleared, so the rollout was not played.",
+        "An earlier attempt could not be closed, or what is stale not be cleared on the server: it was not played.",
         "Check that the state actors run (`/healthz`).",
     )
     ENVIRONMENT_START = (
@@ -513,7 +513,7 @@ class LeftOutReason(Reason):
     MASKED = ("masked", "The rollout is masked.", "`mask_reasons` of its row say why.")
     TRUNCATED = (
         "truncated",
-        "The rollout ended at a length limit, and the step leaves such rollouts out.",
+        "The rollout ended at a length limit, of a call or of the context, and the step leaves such rollouts out.",
         "Give the agent a higher limit, or train without overlong filtering.",
     )
     NO_ADVANTAGE = ("no_advantage", "The rollout has no advantage.", "Build with groups and rewards.")

@@ -29,9 +29,11 @@ Batch: TypeAlias = pa.Table | pa.RecordBatch
 
 TRAIN_COLUMNS: Final = (
     *("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason"),
-    *("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons"),
+    *("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons", "truncated"),
 )
 """The columns of a table of trajectories that a training loop reads."""
+_MAY_LACK: Final = frozenset({"truncated"})
+"""What can be done without in tables that were built before it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -62,11 +64,15 @@ class TrainRollout:
     advantage: float | None
     masked: bool
     mask_reasons: tuple[str, ...]
+    outgrown: bool = False
+    """Its conversation outgrew the model's context: a further call was refused."""
 
     @property
     def truncated(self) -> bool:
-        """Whether its main chain ended because a call ran into a length limit."""
-        return any(sequence.is_main and sequence.finish_reason == "length" for sequence in self.sequences)
+        """Whether it ended at a length limit: that of the context, or that of its main chain's last call."""
+        return self.outgrown or any(
+            sequence.is_main and sequence.finish_reason == "length" for sequence in self.sequences
+        )
 
 
 def parquet_batches(
@@ -80,13 +86,14 @@ def parquet_batches(
     dataset = _dataset(directory)
     for path in sorted(dataset.files):
         with _opened(dataset, path) as file:
-            lacking = [name for name in columns if name not in file.schema_arrow.names]
+            lacking = [name for name in columns if name not in {*file.schema_arrow.names, *_MAY_LACK}]
             if lacking:
                 raise RecordError(
                     f"{path} has no column {lacking[0]!r}: it was built by an earlier version; build it again",
                     field=lacking[0],
                 )
-            yield from file.iter_batches(rows_per_batch, columns=list(columns))
+            present = [name for name in columns if name in file.schema_arrow.names]
+            yield from file.iter_batches(rows_per_batch, columns=present)
 
 
 def count_rows(directory: str | Path) -> int:
@@ -169,7 +176,8 @@ def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterat
 def _rows(batch: Batch, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     # Lists of ids become arrays, all else is small.
     arrays = {name: batch.column(name) for name in ("token_ids", "loss_mask", "log_probs")}
-    others = [name for name in columns if name not in arrays]
+    lacking = _MAY_LACK.difference(batch.schema.names)
+    others = [name for name in columns if name not in arrays and name not in lacking]
     for index, row in enumerate(batch.select(others).to_pylist()):
         yield row | {name: column[index].values for name, column in arrays.items()}
 
@@ -184,6 +192,7 @@ def _rollout(rows: Sequence[dict[str, Any]]) -> TrainRollout:
         advantage=first["advantage"],
         masked=first["masked"],
         mask_reasons=tuple(first["mask_reasons"]),
+        outgrown=bool(first.get("truncated")),
     )
 
 

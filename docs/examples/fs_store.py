@@ -10,8 +10,8 @@ that belongs to an attempt that is over, changes nothing. So opening is: list, r
 
     <rollout id>~<epoch>~<kind>~<hash of the call id or reason>        16 bytes of digest, then the fact
 
-`Drop` and `Clear` write a tombstone, which says that lower epochs do not count, and then delete their objects. The
-tombstone stays; a lifecycle rule may expire it, because epochs start from the clock and are never given out again.
+`Drop`, `Clear` and `Close` write a tombstone, which says that lower epochs do not count, and then delete their objects.
+The tombstone stays; a lifecycle rule may expire it, because epochs start from the clock and are never given out again.
 
 Configure it with `state.store: fs_store:open_store` and `state.store_kwargs: {uri: "s3://bucket/records"}`; check it
 with `gym-capture conformance fs_store:open_store --durability`. One store at a time may have a folder open.

@@ -1,8 +1,8 @@
 """Everything that can be said of a rollout, as values: a store's one method, `RecordStore.write`, takes any of them.
 
 Invariant: each is idempotent for equal content, so it may be repeated when nobody knows whether it arrived. What is
-said of a call carries the epoch that beginning it gave; `Drop` and `Clear` end an epoch, and who still writes under it
-is refused.
+said of a call carries the epoch that beginning it gave; `Drop`, `Clear` and `Close` end an epoch, and who still writes
+under it is refused.
 
 Flow: a call in flight says something through its sink, a consumer drops what it has read -> an operation -> `check` ->
 `rollout_state` decides which fact it adds, or why it is refused -> the fact becomes durable.
@@ -27,7 +27,8 @@ from gym_capture.rollout_ids import check_rollout_id
 class Begin:
     """A call is about to generate. The first of a rollout gives it its epoch.
 
-    Refused with `RetiredRolloutError` if the rollout was dropped and not cleared since: its agent may still be running.
+    Refused with `RetiredRolloutError` if the rollout was dropped or closed and not cleared since: its agent may still
+    be running.
     """
 
     intent: CallIntent
@@ -144,7 +145,21 @@ class Complete:
     outcome: Outcome
 
 
-Operation: TypeAlias = Begin | Commit | Abandon | MarkIncomplete | MarkDelivery | Drop | Clear | Register | Complete
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The attempt is superseded: what is recorded of it is forgotten, and it takes no more calls, until it is cleared.
+
+    It leaves a tombstone, also where nothing was recorded yet: an agent that begins late is refused all the same.
+    """
+
+    call_id: ClassVar[None] = None
+    """It is said of the rollout as a whole."""
+    rollout_id: str
+
+
+Operation: TypeAlias = (
+    Begin | Commit | Abandon | MarkIncomplete | MarkDelivery | Drop | Clear | Close | Register | Complete
+)
 
 
 def check(operation: Operation) -> None:

@@ -1,8 +1,8 @@
 """The seams of the state: where records are written, read and looked up.
 
 Invariant: a `Commit` is acknowledged only when the record is durable (as far as the implementation promises) *and* a
-`resolve` that starts afterwards, anywhere, sees it. Every write carries the epoch that `Begin` gave: dropping or
-clearing a rollout starts a new epoch, so a late writer of an old attempt gets `RetiredRolloutError` instead of
+`resolve` that starts afterwards, anywhere, sees it. Every write carries the epoch that `Begin` gave: dropping, clearing
+or closing a rollout starts a new epoch, so a late writer of an old attempt gets `RetiredRolloutError` instead of
 polluting a newer one.
 
 Methods are coroutines; all raise `StoreUnavailableError` when they cannot answer now (safe to repeat: each is

@@ -9,10 +9,10 @@ Flow: an operation (`operations`) is *decided* (`decide`; nothing changes) -> th
 no undo.
 
 Epochs. A store gives each attempt at a rollout an epoch from a counter that never repeats in that store. Every
-write carries the epoch it was begun under. `Drop` and `Clear` retire an epoch: its writers get
+write carries the epoch it was begun under. `Drop`, `Clear` and `Close` retire an epoch: its writers get
 `RetiredRolloutError`, also when the store has long forgotten the rollout, because no later attempt gets that number
-again. A dropped rollout refuses new calls too - its agent may still be running - until `Clear` opens it for the
-next attempt.
+again. A rollout that was dropped or closed refuses new calls too - its agent may still be running - until `Clear` opens
+it again.
 
 A `Commit` whose intent is unknown but whose epoch is current is accepted. The record is complete by itself, and the
 intent may be lost (an earlier process died before it was acknowledged) or never made (an importer).
@@ -31,6 +31,7 @@ from gym_capture.capture.operations import (
     Abandon,
     Begin,
     Clear,
+    Close,
     Commit,
     Complete,
     Drop,
@@ -193,17 +194,19 @@ class Retired:
 
     epoch: int
     consumed_epoch: int | None
-    """The epoch that was consumed as `snapshot_id` at `version`; None: the rollout was cleared."""
+    """The epoch that was consumed as `snapshot_id` at `version`; None: the rollout was cleared or closed."""
     snapshot_id: str
     version: int
     retired_at: float
     """Unix seconds."""
     keeps_records: bool
     """The consumed records stay readable where the store keeps files."""
+    closed: bool = False
+    """The rollout was closed."""
 
     @property
     def refuses_calls(self) -> bool:
-        return self.consumed_epoch is not None
+        return self.closed or self.consumed_epoch is not None
 
 
 Fact: TypeAlias = (
@@ -280,17 +283,12 @@ class RolloutState:
     def outcome(self) -> Outcome | None:
         return next((Outcome.from_text(text) for text in sorted(self.of(Completed.kind))), None)
 
-    @property
-    def _is_closed(self) -> bool:
-        """It was consumed, and takes no calls until it is cleared."""
-        return self.retired is not None and self.retired.refuses_calls
-
     # deciding: nothing changes
 
     def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
         """Decides a checked operation. `payload_digest`: of the record of a `Commit`."""
         match operation:
-            case Begin() | Register() | Complete() if self._is_closed:
+            case Begin() | Register() | Complete() if self._refuses_calls:
                 return self._refused(operation.call_id)
             case Begin(intent):
                 begun = Begun(self.epoch, intent)
@@ -309,7 +307,9 @@ class RolloutState:
             case Drop(_, snapshot_id, version):
                 return self._drop(snapshot_id, version, retirement)
             case Clear():
-                return self._clear(retirement)
+                return self._forget(retirement) if self.is_live or self._refuses_calls else self._nothing()
+            case Close():
+                return self._nothing() if self._refuses_calls else self._forget(retirement, closed=True)
             case _ if operation.epoch != self.epoch:
                 return self._refused(operation.call_id)
             case Commit():
@@ -368,12 +368,15 @@ class RolloutState:
         )
         return Decision(error=error, epoch=self.epoch)
 
-    def _clear(self, retirement: Retirement) -> Decision:
-        if not self.is_live and not self._is_closed:
-            return self._nothing()
-        return self._retired(retirement._replace(keeps_records=False), None, "", 0)
+    @property
+    def _refuses_calls(self) -> bool:
+        return self.retired is not None and self.retired.refuses_calls
 
-    def _retired(self, retirement: Retirement, consumed_epoch: int | None, snapshot_id: str, version: int) -> Decision:
+    def _forget(self, retirement: Retirement, *, closed: bool = False) -> Decision:
+        epoch, now, _ = retirement
+        return Decision(Retired(epoch, None, "", 0, now, keeps_records=False, closed=closed), epoch=epoch)
+
+    def _retired(self, retirement: Retirement, consumed_epoch: int, snapshot_id: str, version: int) -> Decision:
         epoch, now, keeps_records = retirement
         return Decision(Retired(epoch, consumed_epoch, snapshot_id, version, now, keeps_records), epoch=epoch)
 
@@ -462,8 +465,8 @@ class RolloutState:
 def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:
     """For a write whose epoch is not the rollout's current one."""
     return RetiredRolloutError(
-        "this call belongs to an attempt that was dropped or cleared, or that this store never saw begin: "
-        "clear the rollout before it is dispatched again",
+        "this call belongs to an attempt that was dropped, cleared or closed, or that this store never saw begin: "
+        "a rollout is cleared before it is dispatched again",
         rollout_id=rollout_id,
         call_id=call_id,
     )

@@ -1,7 +1,7 @@
 """The sink that calls record through: one attempt at one rollout, on whatever store or actor keeps it.
 
 Invariant: what is said through a sink carries its epoch, which nobody else passes around. So who still holds the sink
-of an attempt that was dropped or cleared is refused (`RetiredRolloutError`), and cannot write into the next one.
+of an attempt that was dropped, cleared or closed is refused (`RetiredRolloutError`), and cannot write into the next.
 
 Flow: beginning a call gives a sink (`BegunCall`) -> each of its methods makes one operation and has it written.
 """

@@ -94,6 +94,8 @@ def account(built: BuildReport, out: str | Path) -> Table:
     table.add_row("  missing", f"{len(built.missing):,}")
     for reason, count in built.mask_reasons.items():
         table.add_row(f"    masked: {reason}", f"{count:,}")
+    if built.truncated:
+        table.add_row("  outgrew the context", f"{built.truncated:,}")
     table.add_row("groups", f"{built.groups:,}")
     table.add_row("trajectories", f"{built.trajectories:,}")
     table.add_row("token ids", f"{built.token_ids:,}")

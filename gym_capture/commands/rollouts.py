@@ -1,8 +1,7 @@
 """`gym-capture rollouts run`: plays a rollout job against a served graph, from a process on its Ray cluster.
 
-Invariant: what can be known to be wrong is said before anything is played. The job needs the cluster, because what an
-earlier attempt of a rollout left must be cleared before the rollout is dispatched again - two attempts under one id
-would be stitched into one conversation.
+Invariant: what can be known to be wrong is said before anything is played. The job needs the cluster: an attempt that
+another one supersedes is closed there, so that its records are forgotten, and its agent is refused if it still runs.
 
 Flow: a job file, options over it, or options alone -> `JobFile` -> tasks, environment and harness are made -> the
 server is asked whether it is a graph -> `RolloutJob`, watched -> one line for each rollout in `OUT/rollouts.jsonl`.
@@ -166,7 +165,7 @@ async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
     options = job.options(job.job_id or _job_id(job.out))
     prepared = await prepare(job)
     check_server(endpoint.url)
-    clear = _clearing(endpoint.ray_address, endpoint.namespace)
+    clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
     async with watching(progress, view):
         return await play_on_graph(
             url=endpoint.url,
@@ -176,6 +175,7 @@ async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
             options=options,
             settings=job.settings,
             clear=clear,
+            close=close,
             directory=job.out,
             progress=progress,
             keyring=keyring,
@@ -200,7 +200,7 @@ async def _planned(job: JobFile) -> Sequence[str]:
         out = f"{job.out}: goes on, {there.over} of {len(rollouts)} rollouts are over"
     else:
         out = f"{job.out}: a new job"
-    ids = [rollout.rollout_id for rollout in itertools.islice(rollouts, _SHOWN_IDS)]
+    ids = [rollout.attempt_id(1) for rollout in itertools.islice(rollouts, _SHOWN_IDS)]
     more = ", ..." if len(rollouts) > len(ids) else ""
     random = f" ({_RANDOM_PART}: a random part)" if found is None and job.job_id is None else ""
     token = "no token" if job.endpoint.secret_file is None else "a token for each rollout"
@@ -284,6 +284,8 @@ def summarized(summary: JobSummary, url: str) -> str:
     parts = [f"{summary.finished} of {len(summary.rows)} rollouts finished"]
     if summary.failed:
         parts.append(f"{summary.failed} failed for good")
+    if summary.truncated:
+        parts.append(f"{summary.truncated} outgrew the context (truncated)")
     if summary.resumed:
         parts.append(f"{summary.resumed} were over before this run")
     if summary.failures:
@@ -301,9 +303,11 @@ def summarized(summary: JobSummary, url: str) -> str:
     return "; ".join(parts)
 
 
-def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:
-    """What makes the graph's state actors forget a rollout."""
-    from gym_capture.capture.operations import Clear
+def _fencing(
+    ray_address: str, namespace: str
+) -> tuple[Callable[[str], Awaitable[None]], Callable[[str], Awaitable[None]]]:
+    """What makes the graph's state actors clear a rollout, and what makes them close one."""
+    from gym_capture.capture.operations import Clear, Close
     from gym_capture.serving.state import connect
 
     join_cluster(ray_address, namespace=namespace)
@@ -312,4 +316,7 @@ def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[Non
     async def clear(rollout_id: str) -> None:
         await state.write(Clear(rollout_id))
 
-    return clear
+    async def close(rollout_id: str) -> None:
+        await state.write(Close(rollout_id))
+
+    return clear, close

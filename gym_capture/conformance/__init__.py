@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from gym_capture.conformance.checks import CHECKS as _OF_CALLS
-from gym_capture.conformance.checks import DURABILITY_CHECKS as _OF_CALLS_DURABLY
 from gym_capture.conformance.outcomes import CHECKS as _OF_OUTCOMES
 from gym_capture.conformance.outcomes import DURABILITY_CHECKS as _OF_OUTCOMES_DURABLY
+from gym_capture.conformance.restarts import DURABILITY_CHECKS as _OF_CALLS_DURABLY
 from gym_capture.conformance.support import (
     Check,
     ConformanceError,

@@ -9,13 +9,21 @@ from typing import Final
 
 import numpy as np
 
-from gym_capture.capture.operations import Abandon, Begin, Clear, Commit, Drop, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import (
+    Abandon,
+    Begin,
+    Clear,
+    Close,
+    Commit,
+    Drop,
+    MarkDelivery,
+    MarkIncomplete,
+    Operation,
+)
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Continues, LostCall, suffix_of
 from gym_capture.conformance.support import (
     Check,
-    DurabilityCheck,
-    Reopen,
     Store,
     begin,
     expect,
@@ -360,6 +368,48 @@ async def clear_reopens_a_dropped_rollout(store: Store) -> None:
     expect_entries(await store.freeze("r"), entry)
 
 
+async def closed_rollout_takes_no_calls(store: Store) -> None:
+    """Closing forgets what is recorded and refuses every later call, also where nothing was recorded yet."""
+    _, epoch = await run_call(store, "r", "c")
+    await begin(store, "r", "under way")
+    other, _ = await run_call(store, "other", "c")
+    for _ in range(2):
+        await store.write(Close("r"))
+        await store.write(Close("unheard"))
+        expect_equal((await store.freeze("r")).version, 0, "version")
+        await expect_late_writes_refused(store, epoch)
+        for rollout_id in ("r", "unheard"):
+            await expect_error(begin(store, rollout_id, "late"), RetiredRolloutError, f"a late call of {rollout_id}")
+    expect_equal(list(await store.rollout_ids()), ["other"], "live rollouts")
+    expect_entries(await store.freeze("other"), other)
+
+
+async def clear_reopens_a_closed_rollout(store: Store) -> None:
+    """A closed rollout takes calls again once it was cleared; its late writers are still refused."""
+    _, old_epoch = await run_call(store, "r", "c")
+    for rollout_id in ("r", "unheard"):
+        await store.write(Close(rollout_id))
+        await store.write(Clear(rollout_id))
+        entry, epoch = await run_call(store, rollout_id, "c")
+        expect(epoch != old_epoch, "a new attempt must have a new epoch")
+        expect_entries(await store.freeze(rollout_id), entry)
+    await expect_late_writes_refused(store, old_epoch)
+
+
+async def dropped_rollout_may_be_closed(store: Store) -> None:
+    """Closing what was consumed, or cleared, leaves it refusing calls, and its drop may still be repeated."""
+    await run_call(store, "r", "c")
+    snapshot = await store.freeze("r")
+    drop = Drop("r", snapshot.snapshot_id, snapshot.version)
+    for operation in (drop, Close("r"), drop):
+        await store.write(operation)
+        await expect_error(begin(store, "r", "late"), RetiredRolloutError, "a late call")
+    await run_call(store, "cleared", "c")
+    await store.write(Clear("cleared"))
+    await store.write(Close("cleared"))
+    await expect_error(begin(store, "cleared", "late"), RetiredRolloutError, "a late call of a cleared one")
+
+
 async def clear_of_nothing_is_allowed(store: Store) -> None:
     """Clearing or dropping what does not exist does nothing."""
     await store.write(Clear("r"))
@@ -414,47 +464,6 @@ async def closed_store_is_unavailable(store: Store) -> None:
     await expect_error(store.freeze("r"), StoreUnavailableError, "a freeze after close")
 
 
-# --- restarts ----------------------------------------------------------------------------------------------------
-
-
-async def snapshot_survives_a_restart(store: Store, reopen: Reopen) -> None:
-    """After a restart a rollout has the same snapshot, and its calls go on under the same epoch."""
-    entry, epoch = await run_call(store, "r", "c")
-    await begin(store, "r", "open")
-    await store.write(MarkIncomplete("r", "why", epoch=epoch))
-    await store.write(MarkDelivery("r", "c", delivered=False, epoch=epoch))
-    before = await store.freeze("r")
-    expect_equal([entry.delivered for entry in before.entries], [False], "delivered")
-    store = await reopen(store)
-    expect_same(await store.freeze("r"), before)
-    expect_equal(await begin(store, "r", "open"), epoch, "epoch")
-    await store.write(Commit(entry, epoch=epoch))
-    expect_same(await store.freeze("r"), before)
-    await store.write(Commit(sample_entry("r", "open"), epoch=epoch))
-    expect_equal((await store.freeze("r")).incomplete, ("why",), "incomplete")
-    await store.close()
-
-
-async def retirement_survives_a_restart(store: Store, reopen: Reopen) -> None:
-    """After a restart a dropped rollout stays dropped, and late writers of a cleared one are still refused."""
-    _, dropped_epoch = await run_call(store, "dropped", "c")
-    snapshot = await store.freeze("dropped")
-    await store.write(Drop("dropped", snapshot.snapshot_id, snapshot.version))
-    _, cleared_epoch = await run_call(store, "r", "c")
-    await store.write(Clear("r"))
-    store = await reopen(store)
-    expect_equal(list(await store.rollout_ids()), [], "live rollouts")
-    await store.write(Drop("dropped", snapshot.snapshot_id, snapshot.version))
-    late = sample_entry("dropped", "late")
-    await expect_error(store.write(Commit(late, epoch=dropped_epoch)), RetiredRolloutError, "a late put")
-    await expect_error(begin(store, "dropped", "late"), RetiredRolloutError, "a late call")
-    await expect_late_writes_refused(store, cleared_epoch)
-    entry, epoch = await run_call(store, "r", "c")
-    expect(epoch not in (cleared_epoch, dropped_epoch), "a new attempt must have a new epoch")
-    expect_entries(await store.freeze("r"), entry)
-    await store.close()
-
-
 CHECKS: Final[Mapping[str, Check]] = {
     check.__name__: check
     for check in (
@@ -485,6 +494,9 @@ CHECKS: Final[Mapping[str, Check]] = {
         late_writes_are_refused,
         clear_opens_a_new_attempt,
         clear_reopens_a_dropped_rollout,
+        closed_rollout_takes_no_calls,
+        clear_reopens_a_closed_rollout,
+        dropped_rollout_may_be_closed,
         clear_of_nothing_is_allowed,
         unbegun_epoch_is_refused,
         racing_drop_loses_nothing,
@@ -492,8 +504,3 @@ CHECKS: Final[Mapping[str, Check]] = {
     )
 }
 """The checks that every store is put through, by name."""
-
-DURABILITY_CHECKS: Final[Mapping[str, DurabilityCheck]] = {
-    check.__name__: check for check in (snapshot_survives_a_restart, retirement_survives_a_restart)
-}
-"""The checks of a store that survives a restart."""

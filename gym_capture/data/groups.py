@@ -63,6 +63,8 @@ class RolloutSummary:
     snapshot_id: str
     snapshot_version: int
     """The snapshot that the rows were built from: what may be dropped once they are safe."""
+    truncated: bool = False
+    """Its conversation outgrew the model's context."""
     details: tuple[str, ...] = ()
     """The faults of its records, in words."""
 
@@ -217,6 +219,7 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
         reward_components=request.reward_components,
         agent_name=request.agent_name,
         input_json=request.input,
+        truncated=request.truncated,
         extra_mask_reasons=extra_reasons,
     )
     return _Built(request, summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), built_rows)
@@ -245,5 +248,6 @@ def summarize(
         first_prompt=first_prompt,
         snapshot_id=snapshot.snapshot_id,
         snapshot_version=snapshot.version,
+        truncated=request.truncated,
         details=tuple(problem.detail for problem in snapshot.problems),
     )

@@ -69,7 +69,7 @@ class LogClient(ListedStore):
         return decode_snapshot(await _awaited(self._owner_of[rollout_id].freeze.remote(rollout_id)))
 
     async def write(self, operation: Operation) -> int:
-        """Of a rollout that no log knows there is nothing to retire, and nothing else can be said of it."""
+        """Of a rollout that no log knows there is nothing to drop or clear, and nothing else can be said of it."""
         owner = self._owner_of.get(operation.rollout_id)
         if owner is not None:
             return int(await _awaited(owner.write.remote(operation)))

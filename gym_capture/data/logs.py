@@ -46,7 +46,7 @@ class Logs(ListedStore):
         return await self._store_of[rollout_id].freeze(rollout_id)
 
     async def write(self, operation: Operation) -> int:
-        """Of a rollout that no log knows there is nothing to retire, and nothing else can be said of it."""
+        """Of a rollout that no log knows there is nothing to drop or clear, and nothing else can be said of it."""
         store = self._store_of.get(operation.rollout_id)
         if store is not None:
             return await store.write(operation)

@@ -41,6 +41,8 @@ class BuildReport:
     snapshots: Mapping[str, tuple[str, int]]
     """By rollout id: `snapshot_id` and `version` that were consumed, for `drop`. Without rollouts of which none could
     be had: missing ones, and those that could not be read or built."""
+    truncated: int = 0
+    """Rollouts whose conversation outgrew the model's context. That masks none."""
     details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """By rollout id: what is wrong with its records, in words. Only of rollouts of which something is."""
 
@@ -78,6 +80,7 @@ def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> Bui
             for summary in captured
             if summary.snapshot_id
         },
+        truncated=sum(summary.truncated for summary in known),
         details={summary.rollout_id: summary.details for summary in captured if summary.details},
     )
 

@@ -41,6 +41,8 @@ REQUEST_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("reward_components", pa.map_(pa.string(), pa.float64())),
         # Why the rollout did not come to its end, e.g. `agent_crashed`: masks it. Null: it did.
         pa.field("failure", pa.string()),
+        # Whether the conversation outgrew the model's context. Masks nothing; trainers may leave it out.
+        pa.field("truncated", pa.bool_()),
         # What trainers want to know of how it was played: the agent's name, and the task as it was given to the agent,
         # i.e. `input` of a Responses request, as JSON.
         pa.field("agent_name", pa.string()),
@@ -58,6 +60,8 @@ class Request:
     reward: float | None
     reward_components: Mapping[str, float] | None
     failure: str | None
+    truncated: bool = False
+    """The conversation outgrew the model's context."""
     agent_name: str | None = None
     input: str | None = None
     """JSON."""
@@ -79,8 +83,8 @@ class ReadRequests:
 
 def read_requests(path: Path) -> ReadRequests:
     """Rollouts from lines of JSON, one object a line: `rollout_id`, `group_id`, and `reward`, `reward_components`,
-    `failure`, `agent_name`, `input` where they are known; `status` "failed" with `error`, as a rollout job writes them,
-    is a failure.
+    `failure`, `truncated`, `agent_name`, `input` where they are known; `status` "failed" with `error`, as a rollout job
+    writes them, is a failure.
 
     Other keys are somebody's own and are left out. A last line that was cut off in writing is left out and counted.
     Raises `RecordError` for any other line that cannot be read, `ConfigError` for what is no file or may not be read.
@@ -229,6 +233,7 @@ def _request(row: Mapping[str, Any]) -> Request:
         reward=row["reward"],
         reward_components=None if components is None else dict(components),
         failure=row["failure"],
+        truncated=bool(row["truncated"]),
         agent_name=row["agent_name"],
         input=row["input"],
     )
@@ -269,6 +274,9 @@ def _record(found: object) -> dict[str, Any]:
         if not isinstance(failure, str):
             raise TypeError(f"failure must be a string: got {failure!r}")
         _check_text("failure", failure)
+    truncated = found.get("truncated")
+    if not (truncated is None or isinstance(truncated, bool)):
+        raise TypeError(f"truncated must be true or false: got {truncated!r}")
     agent_name, task = found.get("agent_name"), found.get("input")
     if agent_name is not None:
         if not isinstance(agent_name, str):
@@ -284,6 +292,7 @@ def _record(found: object) -> dict[str, Any]:
         if components is None
         else {name: _number(name, value) for name, value in components.items()},
         "failure": failure,
+        "truncated": truncated,
         "agent_name": agent_name,
         "input": None if task is None else row_json(task).decode(),
     }

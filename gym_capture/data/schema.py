@@ -94,12 +94,16 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("agent_name", pa.string()),
         pa.field("input", pa.string()),
         pa.field("lost_tries", pa.int64()),
+        # Of the rollout: whether its conversation outgrew the model's context.
+        pa.field("truncated", pa.bool_()),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
 
 
-OPTIONAL: Final = frozenset({"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries"})
+OPTIONAL: Final = frozenset(
+    {"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "truncated"}
+)
 """Columns that a table of trajectories may lack: it was built before they were."""
 
 
@@ -113,6 +117,7 @@ def rows(
     advantage: float | None = None,
     agent_name: str | None = None,
     input_json: str | None = None,
+    truncated: bool = False,
     extra_mask_reasons: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
@@ -147,6 +152,7 @@ def rows(
         "model": None if snapshot is None else next((entry.policy.model for entry in snapshot.entries), None),
         "agent_name": agent_name,
         "input": input_json,
+        "truncated": truncated,
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]

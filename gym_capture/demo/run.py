@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gym_capture.capture.operations import Clear
+from gym_capture.capture.operations import Clear, Close
 from gym_capture.data.job import JobOptions as BuildJobOptions
 from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
@@ -168,6 +168,9 @@ class _Run:
         async def clear(rollout_id: str) -> None:
             await state.write(Clear(rollout_id))
 
+        async def close(rollout_id: str) -> None:
+            await state.write(Close(rollout_id))
+
         phase.count(0, total)
         return asyncio.run(
             play_on_graph(
@@ -180,6 +183,7 @@ class _Run:
                 harness=tool_loop(**loop),
                 settings={"environment": {"name": "register"}, "harness": {"name": "tool-loop", **loop}},
                 clear=clear,
+                close=close,
                 directory=self._directory,
                 on_row=on_row,
             )

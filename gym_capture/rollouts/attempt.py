@@ -3,15 +3,17 @@
 Invariant: `play` raises nothing but the cancellation of the job, and returns within `rollout_timeout_s` and two times
 `close_timeout_s` - one for an agent that does not end when it is cancelled, one for an environment that does not close.
 What was scored counts: a tear-down that fails afterwards is a note. An environment that was made is closed, however the
-attempt ended.
+attempt ended. Each attempt has a rollout id of its own, and before it plays, those that it supersedes are closed: what
+still runs of one of them is refused by the server, and has nowhere to write to.
 
-Flow: clear what an earlier attempt left -> make and reset the environment -> the harness plays -> score -> close.
+Flow: close what is superseded, clear what is stale -> make and reset the environment -> the harness plays -> score ->
+close the environment.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -30,6 +32,9 @@ class Scored:
     n_calls: int
     reward: float
     components: Mapping[str, float]
+    truncated: bool = False
+    """As `Completed` has it, and so is `failed_call`."""
+    failed_call: int | None = None
 
 
 class Outcome(NamedTuple):
@@ -58,16 +63,18 @@ class Attempts:
     harness: Harness
     make_environment: EnvironmentFactory
     endpoint: Callable[[str], Endpoint]
-    clear: Callable[[str], Awaitable[None]]
+    clear: Callable[[str], Awaitable[object]]
+    close: Callable[[str], Awaitable[object]]
     patience: Patience
     rollout_timeout_s: float
     close_timeout_s: float
 
-    async def play(self, rollout_id: str, task: Task) -> Outcome:
+    async def play(self, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Outcome:
+        """`rollout_id` is the attempt's own; `supersedes`, those of the attempts at the same rollout before it."""
         stage = _Stage()
         try:
             ended = await self.patience.wait(
-                lambda: self._play(rollout_id, task, stage), limit_s=self.rollout_timeout_s
+                lambda: self._play(rollout_id, task, supersedes, stage), limit_s=self.rollout_timeout_s
             )
         finally:
             await self._close(stage)
@@ -80,11 +87,12 @@ class Attempts:
             case Late(still_runs):
                 detail = f"not over after {self.rollout_timeout_s:g} s"
                 if still_runs:
-                    # Another attempt would have the same rollout id, and could not be told from what goes on here.
-                    detail += "; the agent goes on although it was cancelled, so that there is no other attempt"
-                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail, retryable=not still_runs), stage.note)
+                    detail += "; the agent goes on although it was cancelled"
+                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail), stage.note)
 
-    async def _play(self, rollout_id: str, task: Task, stage: _Stage) -> Scored | Failed:
+    async def _play(self, rollout_id: str, task: Task, supersedes: Sequence[str], stage: _Stage) -> Scored | Failed:
+        for superseded in supersedes:
+            await self.close(superseded)
         await self.clear(rollout_id)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
@@ -102,7 +110,14 @@ class Attempts:
         reward = float(score.reward)
         if not math.isfinite(reward):
             return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {reward}", n_calls)
-        return Scored(answer=answer, n_calls=n_calls, reward=reward, components=components)
+        return Scored(
+            answer=answer,
+            n_calls=n_calls,
+            reward=reward,
+            components=components,
+            truncated=outcome.truncated,
+            failed_call=outcome.failed_call,
+        )
 
     async def _close(self, stage: _Stage) -> None:
         environment = stage.environment

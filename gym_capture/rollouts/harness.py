@@ -6,7 +6,8 @@ server needs to prove that one call continues another. What goes wrong with the 
 as a `Failed` value.
 
 Flow: opening messages -> model call -> the message is appended -> each of its tool calls is carried out, its text
-appended -> next model call ... -> an answer without tool calls ends it.
+appended -> next model call ... -> an answer without tool calls ends it, and so does a conversation that outgrows the
+context.
 """
 
 from __future__ import annotations
@@ -27,6 +28,13 @@ from gym_capture.rollouts.environment import Environment, Observation
 
 _LONGEST_WAIT_S: Final = 60.0
 _LONGEST_DETAIL: Final = 500
+_CONTEXT_LENGTH: Final = "context_length_exceeded"
+"""OpenAI's code of the error, which the server gives."""
+_TOO_LONG: Final = (
+    *(_CONTEXT_LENGTH, "maximum context length", "prompt is too long"),
+    "ran out of room in the model's context",
+)
+"""What the server says in OpenAI's words and in Anthropic's, and what Claude Code and Codex make of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +53,15 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The agent came to an end by itself or by its limit of calls."""
+    """The agent came to an end: by itself, by its limit of calls, or by that of the context."""
 
     answer: str
     n_calls: int
     """Model calls that the harness made. A program makes its own, which only the records count: then it is 0."""
+    truncated: bool = False
+    """The conversation outgrew the model's context: the server refused to go on with it."""
+    failed_call: int | None = None
+    """Of a truncated one: which model call did not fit, from 1; None if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +137,8 @@ class ToolLoop:
         for call in range(options.max_calls):
             forced = call < options.forced_calls
             reply = await self._complete(client, messages, observation, self._tool_choice(call))
+            if _outgrown(reply) and call:
+                return Completed(answer, n_calls=call, truncated=True, failed_call=call + 1)
             if isinstance(reply, openai.OpenAIError):
                 return replace(_failed(reply, n_calls=call), failed_call=call + 1)
             if not reply.choices:
@@ -240,6 +254,16 @@ def failed_by_http_status(status: int, detail: str, *, n_calls: int) -> Failed:
         return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
     # 404 is also what a proxy says while its routes change.
     return Failed(AttemptFailure.REFUSED, detail, n_calls, retryable=status == 404)
+
+
+def says_too_long(said: str) -> bool:
+    """Whether what an agent's program says of a refused request means that the conversation outgrew the context."""
+    return any(words in said.lower() for words in _TOO_LONG)
+
+
+def _outgrown(reply: ChatCompletion | openai.OpenAIError) -> bool:
+    """A first call that does not fit is none: the task is too long, and there is nothing to score."""
+    return isinstance(reply, openai.APIStatusError) and reply.code == _CONTEXT_LENGTH
 
 
 def _busy_for_s(error: openai.OpenAIError) -> float | None:

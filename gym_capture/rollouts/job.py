@@ -4,11 +4,14 @@ Invariant: the job ends with one row for each rollout, in the time that its cloc
 failed attempt is a failure row and a retry up to a limit, then a row without a reward; it is never an exception out of
 the job. Two things are: what every rollout would meet, such as a missing token, and a disk that takes no more rows.
 They end the job and leave no row of what was under way, so that the job, started again with the fault mended, plays as
-if it had not been played. Rollout ids follow from job, task and sample, so a job that is started again plays exactly
-the rollouts that have no row yet, and what an earlier attempt left on the server is cleared before each attempt.
+if it had not been played. A job that is started again plays exactly the rollouts that have no row yet.
 
-Flow: pending rollouts -> `concurrency` workers -> attempts (`attempt`), with their clocks starting once a worker is
-free -> row. Cancelling the job (Ctrl-C) leaves rollouts in flight without a row.
+Attempts are fenced: each is a rollout of its own on the server, `job.task.sample-aN`, with its own URL and token. Its
+number is on disk before it plays, so none comes twice, however the job dies; an attempt that another one supersedes is
+closed. So nothing that an agent of an earlier attempt still does is in the records that a row names.
+
+Flow: pending rollouts -> `concurrency` workers -> an attempt begins in the ledger -> it plays (`attempt`), its clock
+starting once a worker is free -> row. Cancelling the job (Ctrl-C) leaves rollouts in flight without a row.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from gym_capture.errors import ConfigError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
@@ -29,11 +32,13 @@ from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollouts.attempt import Attempts, Outcome, Scored
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
-from gym_capture.rollouts.ledger import FailureRow, Ledger, RolloutRow
+from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, Place, RolloutRow
 from gym_capture.rollouts.patience import Patience
 from gym_capture.rollouts.progress import JobProgress
 
 _LONGEST_WAIT_S = 30.0
+_MOST_ATTEMPTS: Final = 999_999
+"""Rollout ids have room for the number of an attempt up to this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +69,17 @@ class JobOptions:
 class Rollout(NamedTuple):
     """One rollout to play."""
 
-    rollout_id: str
+    job_id: str
     task: Task
     sample: int
+
+    @property
+    def place(self) -> Place:
+        return self.task.task_id, self.sample
+
+    def attempt_id(self, attempt: int) -> str:
+        """The rollout id of an attempt at it, from 1."""
+        return f"{self.job_id}.{self.task.task_id}.{self.sample}-a{attempt}"
 
 
 def rollouts_of(tasks: Sequence[Task], options: JobOptions) -> Iterator[Rollout]:
@@ -76,11 +89,12 @@ def rollouts_of(tasks: Sequence[Task], options: JobOptions) -> Iterator[Rollout]
         raise ConfigError(f"task ids must be unique: {repeated[0]!r} is there more than once")
     for task in tasks:
         for sample in range(options.samples):
+            rollout = Rollout(options.job_id, task, sample)
             try:
-                rollout_id = check_rollout_id(f"{options.job_id}.{task.task_id}.{sample}")
+                check_rollout_id(rollout.attempt_id(_MOST_ATTEMPTS))
             except InvalidRolloutIdError as error:
                 raise ConfigError(f"job id and task id do not make a rollout id: {error.message}") from None
-            yield Rollout(rollout_id, task, sample)
+            yield rollout
 
 
 def identity(tasks: Sequence[Task], options: JobOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -113,6 +127,11 @@ class JobSummary(NamedTuple):
     def failed(self) -> int:
         return len(self.rows) - self.finished
 
+    @property
+    def truncated(self) -> int:
+        """Those among the finished whose conversation outgrew the context."""
+        return sum(row.truncated for row in self.rows)
+
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutJob:
@@ -124,8 +143,10 @@ class RolloutJob:
     make_environment: EnvironmentFactory
     endpoint: Callable[[str], Endpoint]
     """Where the calls of a rollout id go."""
-    clear: Callable[[str], Awaitable[None]]
-    """Makes the server forget what an earlier attempt of a rollout id left."""
+    clear: Callable[[str], Awaitable[object]]
+    """Makes the server forget what another job of the same id left under an attempt's rollout id, and take calls."""
+    close: Callable[[str], Awaitable[object]]
+    """Makes the server forget a superseded attempt, and refuse its calls from then on."""
     settings: Mapping[str, Any]
     """What `harness` and `make_environment` are, and the options they were made with: JSON. Rows of a job with other
     settings do not count for this one. Endpoints and credentials are no part of it."""
@@ -147,21 +168,23 @@ class RolloutJob:
             make_environment=self.make_environment,
             endpoint=self.endpoint,
             clear=self.clear,
+            close=self.close,
             patience=patience,
             rollout_timeout_s=self.options.rollout_timeout_s,
             close_timeout_s=self.options.close_timeout_s,
         )
         with Ledger(self.directory, identity(self.tasks, self.options, self.settings)) as ledger:
-            ledger.forget([row.rollout_id for row in ledger.rows.values() if self._deserves_more(row)])
-            failed_before = Counter(failure.rollout_id for failure in ledger.failures)
-            pending = [rollout for rollout in every if rollout.rollout_id not in ledger.rows]
+            failed_before = Counter(failure.place for failure in ledger.failures)
+            again = [place for place, row in ledger.rows.items() if self._deserves_more(row, failed_before[place])]
+            ledger.forget(again)
+            pending = [rollout for rollout in every if rollout.place not in ledger.rows]
             progress.begin(total=len(every), rows=ledger.rows.values())
             queue = iter(pending)
 
             async def worker() -> None:
                 for rollout in queue:
                     row = await self._settle(
-                        rollout, attempts, ledger, progress, failed_attempts=failed_before[rollout.rollout_id]
+                        rollout, attempts, ledger, progress, failed_attempts=failed_before[rollout.place]
                     )
                     progress.settled(row)
                     on_row(row)
@@ -174,49 +197,58 @@ class RolloutJob:
                 # The first error cancelled the other workers; some of them may have met the same.
                 raise group.exceptions[0] from None
             return JobSummary(
-                rows=tuple(ledger.rows[rollout.rollout_id] for rollout in every),
+                rows=tuple(ledger.rows[rollout.place] for rollout in every),
                 resumed=len(every) - len(pending),
                 failures=Counter(failure.reason for failure in ledger.failures),
                 left_running=patience.left_running,
             )
 
-    def _deserves_more(self, row: RolloutRow) -> bool:
-        return row.status == "failed" and row.retryable and row.attempts < self.options.max_attempts
+    def _deserves_more(self, row: RolloutRow, failed_attempts: int) -> bool:
+        return row.status == "failed" and row.retryable and failed_attempts < self.options.max_attempts
 
     async def _settle(
         self, rollout: Rollout, attempts: Attempts, ledger: Ledger, progress: JobProgress, *, failed_attempts: int
     ) -> RolloutRow:
         """Attempts until one succeeds or no more are allowed; an earlier run's failures count."""
-        attempt = failed_attempts
         while True:
-            attempt += 1
+            attempt = ledger.attempts.get(rollout.place, 0) + 1
+            rollout_id = rollout.attempt_id(attempt)
             started_at, clock = time.time(), time.monotonic()
-            progress.started(rollout.rollout_id)
+            progress.started(rollout_id)
             try:
-                outcome = await attempts.play(rollout.rollout_id, rollout.task)
+                await ledger.begin(_begun(rollout, attempt, at=started_at))
+                # All before it, whichever were closed already: an earlier run may have died before it did that.
+                before = [rollout.attempt_id(number) for number in range(1, attempt)]
+                outcome = await attempts.play(rollout_id, rollout.task, supersedes=before)
             finally:
-                progress.stopped(rollout.rollout_id)
+                progress.stopped(rollout_id)
             if not isinstance(outcome.result, Scored) and outcome.result.ends_job:
                 raise ConfigError(
                     f"the server does not admit the job's calls: {outcome.result.detail} - name its secret file with "
                     "--secret-file; nothing counts as failed by this, the same command plays it"
                 )
-            row = _row(rollout, outcome, attempts=attempt, started_at=started_at, wall_s=time.monotonic() - clock)
+            row = _row(rollout, outcome, attempt=attempt, started_at=started_at, wall_s=time.monotonic() - clock)
             if row.status == "failed":
                 failure = _failure(row)
                 ledger.add_failure(failure)
                 progress.failed(failure)
-            if not self._deserves_more(row):
+                failed_attempts += 1
+            if not self._deserves_more(row, failed_attempts):
                 ledger.add_row(row)
                 return row
-            await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
+            await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (failed_attempts - 1), _LONGEST_WAIT_S))
 
 
-def _row(rollout: Rollout, outcome: Outcome, *, attempts: int, started_at: float, wall_s: float) -> RolloutRow:
+def _begun(rollout: Rollout, attempt: int, *, at: float) -> AttemptRow:
+    task_id, sample = rollout.place
+    return AttemptRow(rollout_id=rollout.attempt_id(attempt), task_id=task_id, sample=sample, attempt=attempt, at=at)
+
+
+def _row(rollout: Rollout, outcome: Outcome, *, attempt: int, started_at: float, wall_s: float) -> RolloutRow:
     result = outcome.result
     if isinstance(result, Scored):
         return RolloutRow(
-            rollout_id=rollout.rollout_id,
+            rollout_id=rollout.attempt_id(attempt),
             task_id=rollout.task.task_id,
             group_id=rollout.task.task_id,
             sample=rollout.sample,
@@ -224,21 +256,23 @@ def _row(rollout: Rollout, outcome: Outcome, *, attempts: int, started_at: float
             reward=result.reward,
             reward_components=result.components,
             n_calls=result.n_calls,
-            attempts=attempts,
+            attempt=attempt,
+            truncated=result.truncated,
+            failed_call=result.failed_call,
             answer=result.answer,
             note=outcome.note,
             started_at=started_at,
             wall_s=wall_s,
         )
     return RolloutRow(
-        rollout_id=rollout.rollout_id,
+        rollout_id=rollout.attempt_id(attempt),
         task_id=rollout.task.task_id,
         group_id=rollout.task.task_id,
         sample=rollout.sample,
         status="failed",
         reward=None,
         n_calls=result.n_calls,
-        attempts=attempts,
+        attempt=attempt,
         error=result.reason,
         detail=result.detail,
         failed_call=result.failed_call,
@@ -254,7 +288,7 @@ def _failure(row: RolloutRow) -> FailureRow:
         rollout_id=row.rollout_id,
         task_id=row.task_id,
         sample=row.sample,
-        attempt=row.attempts,
+        attempt=row.attempt,
         reason=row.error or AttemptFailure.FAILED,
         detail=row.detail or "",
         failed_call=row.failed_call,

@@ -1,16 +1,19 @@
 """What a rollout job has done so far, on disk: one directory, one writer.
 
-Invariant: `rollouts.jsonl` holds at most one line for each rollout id, and only of rollouts that are over; a line is
-on disk before `add_row` returns. Whatever instant the job dies at, opening the directory again gives exactly the rows
-that were added: a last line that was cut is removed, a line in the middle that cannot be read is an error. A line that
-a full disk does not take leaves nothing behind.
+Invariant: `rollouts.jsonl` holds at most one line for each rollout, and only of rollouts that are over; a line is on
+disk before `add_row` returns. An attempt is on disk before it plays, so no number of one is given twice. Whatever
+instant the job dies at, opening the directory again gives exactly the rows that were added: a last line that was cut is
+removed, a line in the middle that cannot be read is an error. A line that a full disk does not take leaves nothing
+behind.
 
-Files: `job.json` (what the job is; another job is refused, with what differs), `rollouts.jsonl` (one `RolloutRow` a
-line), `failures.jsonl` (one `FailureRow` for each failed attempt), `lock`.
+Files: `job.json` (what the job is; another job is refused, with what differs), `attempts.jsonl` (one `AttemptRow` for
+each that began), `failures.jsonl` (one `FailureRow` for each that failed), `rollouts.jsonl` (one `RolloutRow` a line),
+`lock`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
 import os
@@ -19,7 +22,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeVar
+from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
@@ -28,10 +31,16 @@ _Row = TypeVar("_Row")
 
 ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
+ATTEMPTS_FILE: Final = "attempts.jsonl"
+FORMAT_VERSION: Final = 2
+"""Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
 _LONGEST_DIFFERENCE: Final = 200
 _MOST_DIFFERENCES: Final = 8
+
+Place: TypeAlias = tuple[str, int]
+"""Which rollout of a job: its task's id, and the number of the sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +48,7 @@ class RolloutRow:
     """One rollout that is over. A failed one has no reward - none was earned, and 0 would be one - and says why."""
 
     rollout_id: str
+    """That of the attempt that counts, by which its records are found."""
     task_id: str
     group_id: str
     """The rollouts that GRPO compares: those of one task."""
@@ -47,22 +57,47 @@ class RolloutRow:
     reward: float | None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     n_calls: int
-    attempts: int
-    """How many there were; the row is of the last one."""
+    attempt: int
+    """The number of the attempt that counts, from 1. Those before it failed, or were cut off with the job."""
+    truncated: bool = False
+    """The conversation outgrew the model's context. The rollout was scored as it stood by then."""
     error: str | None = None
     """An `AttemptFailure`, or a name of the harness's own."""
     detail: str | None = None
     failed_call: int | None = None
-    """Which model call failed, from 1; None if none did, or if that is not known."""
+    """Which model call failed, or was one too many for the context, from 1; None if none did, or if that is not known.
+    """
     retryable: bool = True
     """Whether another attempt at a failed rollout could end differently."""
     answer: str | None = None
     note: str | None = None
     """What went wrong without a consequence for the row, in the tear-down."""
     started_at: float
-    """Unix seconds of the start of the last attempt."""
+    """Unix seconds of the start of the attempt."""
     wall_s: float
-    """Seconds that the last attempt took, without the wait for a slot."""
+    """Seconds that the attempt took, without the wait for a slot."""
+
+    @property
+    def place(self) -> Place:
+        return self.task_id, self.sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptRow:
+    """An attempt that began. If it has no other row, it was cut off with the job."""
+
+    rollout_id: str
+    """Its own: no two attempts share one."""
+    task_id: str
+    sample: int
+    attempt: int
+    """From 1."""
+    at: float
+    """Unix seconds."""
+
+    @property
+    def place(self) -> Place:
+        return self.task_id, self.sample
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +105,7 @@ class FailureRow:
     """One attempt that failed."""
 
     rollout_id: str
+    """The attempt's own."""
     task_id: str
     sample: int
     attempt: int
@@ -83,6 +119,10 @@ class FailureRow:
     at: float
     """Unix seconds."""
 
+    @property
+    def place(self) -> Place:
+        return self.task_id, self.sample
+
 
 class Ledger:
     """An open job directory. Use as a context manager."""
@@ -92,6 +132,8 @@ class Ledger:
         if it is damaged."""
         self._directory = directory
         self._opened: list[IO[bytes]] = []
+        self._beginning: list[bytes] = []
+        """Attempts that are not on disk yet."""
         try:
             with _writable(directory):
                 directory.mkdir(parents=True, exist_ok=True)
@@ -99,29 +141,46 @@ class Ledger:
                 self._check_job(job)
                 self._rows_file = self._open(ROWS_FILE)
                 self._failures_file = self._open(FAILURES_FILE)
+                self._attempts_file = self._open(ATTEMPTS_FILE)
                 sync_directory(directory)
-            self.rows = {row.rollout_id: row for row in _read(directory / ROWS_FILE, RolloutRow)}
+            self.rows = {row.place: row for row in _read(directory / ROWS_FILE, RolloutRow)}
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
+            self.attempts: dict[Place, int] = {}
+            """The number of the last attempt at each rollout that was begun."""
+            for attempt in _read(directory / ATTEMPTS_FILE, AttemptRow):
+                self.attempts[attempt.place] = max(attempt.attempt, self.attempts.get(attempt.place, 0))
         except BaseException:
             self._close()
             raise
 
+    async def begin(self, attempt: AttemptRow) -> None:
+        """Returns when it is on disk; those that begin in the same turn of the event loop share one write.
+
+        Raises `ConfigError` as `add_row` does.
+        """
+        self._beginning.append(_line(attempt))
+        self.attempts[attempt.place] = attempt.attempt
+        await asyncio.sleep(0)
+        if self._beginning:  # else another one of them wrote it
+            self._append(self._attempts_file, b"".join(self._beginning))
+            self._beginning.clear()
+
     def add_row(self, row: RolloutRow) -> None:
         """Raises `ConfigError` if it cannot be written: then it is not there."""
         self._append(self._rows_file, _line(row))
-        self.rows[row.rollout_id] = row
+        self.rows[row.place] = row
 
     def add_failure(self, failure: FailureRow) -> None:
         """Raises `ConfigError` as `add_row` does."""
         self._append(self._failures_file, _line(failure))
         self.failures.append(failure)
 
-    def forget(self, rollout_ids: Collection[str]) -> None:
+    def forget(self, places: Collection[Place]) -> None:
         """Takes the rows of rollouts that are to run again out of the file."""
-        if not rollout_ids:
+        if not places:
             return
-        for rollout_id in rollout_ids:
-            del self.rows[rollout_id]
+        for place in places:
+            del self.rows[place]
         with _writable(self._directory, _KEPT):
             replace_file(self._directory / ROWS_FILE, b"".join(map(_line, self.rows.values())))
             self._opened.remove(self._rows_file)
@@ -172,7 +231,8 @@ class Ledger:
     def _check_job(self, job: Mapping[str, Any]) -> None:
         found = read_job(self._directory)
         if found is None:
-            text = json.dumps(job, indent=2, sort_keys=True, default=str) + "\n"
+            kept = {"format_version": FORMAT_VERSION, **job}
+            text = json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
             replace_file(self._directory / _JOB_FILE, text.encode())
             return
         differing = differences(found, job)
@@ -196,7 +256,7 @@ class Found(NamedTuple):
 
 
 def look(directory: Path, job: Mapping[str, Any]) -> Found:
-    """Raises `RecordError` if what is there cannot be read."""
+    """Raises as `read_job`."""
     found = read_job(directory)
     path = directory / ROWS_FILE
     over = path.read_bytes().count(b"\n") if path.is_file() else 0
@@ -229,7 +289,10 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def read_job(directory: Path) -> dict[str, Any] | None:
-    """What the job in a directory is; None if there is none. Raises `RecordError` if that cannot be read."""
+    """What the job in a directory is; None if there is none.
+
+    Raises `RecordError` if that cannot be read, `ConfigError` if another version of this package played it.
+    """
     path = directory / _JOB_FILE
     try:
         found = json.loads(path.read_bytes())
@@ -239,6 +302,12 @@ def read_job(directory: Path) -> dict[str, Any] | None:
         raise _damaged(path, str(error)) from None
     if not isinstance(found, dict) or "job_id" not in found:
         raise _damaged(path, "it is not a job")
+    version = found.pop("format_version", 1)
+    if version != FORMAT_VERSION:
+        raise ConfigError(
+            f"{directory} holds a job of another version of gym-capture: its format is {version}, this one plays "
+            f"{FORMAT_VERSION}. Choose another directory with --out; the {ROWS_FILE} in it can be built as it is"
+        )
     return found
 
 
@@ -260,7 +329,7 @@ def _writable(directory: Path, further: str = "") -> Iterator[None]:
         raise ConfigError(f"a rollout job cannot be kept in {directory}: {error.strerror}{further}") from None
 
 
-def _line(row: RolloutRow | FailureRow) -> bytes:
+def _line(row: RolloutRow | FailureRow | AttemptRow) -> bytes:
     """What a harness gave for an answer that is no JSON is there as its text."""
     return json.dumps(asdict(row), separators=(",", ":"), default=str).encode() + b"\n"
 

@@ -1,7 +1,7 @@
 """A rollout job on a served graph: what `gym-capture rollouts run` and the demo play.
 
-Invariant: each rollout's calls carry its id in their base URL, so the graph records them under it, and its own token if
-the graph has a secret. The harness is closed once, however the job ended, in the time that a tear-down has.
+Invariant: each attempt's calls carry its rollout id in their base URL, so the graph records them under it, and its own
+token if the graph has a secret. The harness is closed once, however the job ended, in the time that a tear-down has.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ async def play_on_graph(
     harness: Harness,
     options: JobOptions,
     settings: Mapping[str, Any],
-    clear: Callable[[str], Awaitable[None]],
+    clear: Callable[[str], Awaitable[object]],
+    close: Callable[[str], Awaitable[object]],
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
     progress: JobProgress | None = None,
@@ -47,6 +48,7 @@ async def play_on_graph(
         make_environment=make_environment,
         endpoint=endpoint,
         clear=clear,
+        close=close,
         settings=settings,
         directory=directory,
     )

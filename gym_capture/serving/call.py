@@ -2,8 +2,8 @@
 
 Invariant: what ends a reply (`finish` of the encoder, or the body of a reply that is not streamed) is handed out only
 after the record of the call is durable and visible to lineage - or after the rollout was marked incomplete; if even
-that fails, the call's open intent masks it. A capture failure never fails a call that has generated; a failure before
-generation costs no compute.
+that fails, the call's open intent masks it. A capture failure never fails a call that has generated, unless its attempt
+is over by then; a failure before generation costs no compute.
 
 Flow: `CallService.begin` (`call_service`) has registered the intent, rendered the prompt and started the engine ->
 `CallInFlight.events` streams -> `complete` commits, through the sink that its `Capture` holds -> `ModelReply`. `fail`
@@ -13,6 +13,7 @@ ends it otherwise. Token arrays stay between the engine and the state actors.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -37,7 +38,7 @@ from gym_capture.capture.records import (
 )
 from gym_capture.conversation import AssistantTurn
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
-from gym_capture.errors import EngineError, EngineOverloadedError, RecordError
+from gym_capture.errors import EngineError, EngineOverloadedError, RecordError, RetiredRolloutError
 from gym_capture.lineage.echoes import echoes
 from gym_capture.lineage.fingerprint import Fingerprint
 from gym_capture.output_items import output_items
@@ -115,7 +116,7 @@ class CallInFlight:
         await self._generation.abort()
 
     async def complete(self) -> ModelReply:
-        """Commits the record, then says how the call ended."""
+        """Commits the record, then says how the call ended. Raises `RetiredRolloutError` if its attempt is over."""
         last, turn = self._chunks[-1], self._turn.turn()
         assert last.finish_reason is not None
         await self._commit(last.finish_reason, turn)
@@ -140,7 +141,8 @@ class CallInFlight:
         """Ends a call that was cut off: by its client, or by the engine. What was generated is recorded as aborted."""
         await self._generation.chunks.aclose()
         if self._chunks:
-            await self._commit("abort", self._turn.turn())
+            with contextlib.suppress(RetiredRolloutError):  # who waits for a reply has heard it from `complete`
+                await self._commit("abort", self._turn.turn())
         else:
             await self._capture.abandon()
 

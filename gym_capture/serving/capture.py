@@ -1,7 +1,8 @@
 """The capture of one call: its record goes to the sink of the call's rollout, or there is none to make.
 
-Invariant: capturing never fails a call that has generated. What cannot be recorded marks its rollout incomplete; if
-even that cannot be written, the intent stays open in the store, which makes the snapshot incomplete by itself.
+Invariant: capturing never fails a call that has generated, unless its attempt is over: dropped, cleared or closed. That
+one's agent is refused, so that it does not go on. What else cannot be recorded marks its rollout incomplete; if even
+that cannot be written, the intent stays open in the store, which makes the snapshot incomplete by itself.
 
 Flow: `CallService` begins a call, and gives what is in flight a `Tracked` - or an `Untracked`, if the call belongs to
 no rollout or nothing is captured -> `record` or `abandon`, once -> `settle`.
@@ -16,7 +17,7 @@ from typing import TypeAlias
 
 from gym_capture.capture.records import TokenEntry
 from gym_capture.capture.sinks import TokenSink
-from gym_capture.errors import RecordError, StoreError
+from gym_capture.errors import RecordError, RetiredRolloutError, StoreError
 from gym_capture.lineage.fingerprint import Fingerprint
 from gym_capture.reasons import CaptureMark, join_reason
 
@@ -39,9 +40,11 @@ class Tracked:
         return self.sink.rollout_id
 
     async def record(self, make: Callable[[Tracked], TokenEntry]) -> None:
-        """Puts the record that `make` gives."""
+        """Puts the record that `make` gives. Raises `RetiredRolloutError` if the attempt is over."""
         try:
             await self.sink.put(make(self))
+        except RetiredRolloutError:
+            raise
         except (RecordError, StoreError) as error:
             # Best effort, by design: the reply is served, the rollout is masked.
             logger.error("capture failed: %s (rollout %s, call %s)", error.message, self.rollout_id, self.call_id)

@@ -32,7 +32,7 @@ class IdleTimes:
             self.wrote(rollout_id)
 
     def forget(self, rollout_id: str) -> None:
-        """It was dropped or cleared."""
+        """It was dropped, cleared or closed."""
         self._used.pop(rollout_id, None)
 
     def longest_s(self) -> float:

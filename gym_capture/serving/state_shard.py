@@ -29,6 +29,7 @@ from gym_capture.capture.operations import (
     Abandon,
     Begin,
     Clear,
+    Close,
     Commit,
     Complete,
     Drop,
@@ -304,7 +305,7 @@ class _Hosted:
             case Drop(rollout_id):
                 self.forget(rollout_id)
                 self.tally.counts["drops"] += 1
-            case Clear(rollout_id):
+            case Clear(rollout_id) | Close(rollout_id):
                 self.forget(rollout_id)
             case Register(rollout_id) | Complete(rollout_id):
                 self.idle.wrote(rollout_id)

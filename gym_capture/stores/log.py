@@ -5,8 +5,8 @@ acknowledged writes, plus possibly some that were under way. What cannot be read
 may have belonged to. Memory holds a digest and a location for each call, never a record.
 
 Flow: a write is decided and made durable by `group_commit` -> `apply` notes where it stands -> `freeze` reads the
-rollout back. `Drop` and `Clear` leave dead bytes behind; when most of a closed segment is dead, what is alive in it
-is copied to the end of the log and the segment is deleted. As records are facts whose order does not matter
+rollout back. What retires a rollout leaves dead bytes behind; when most of a closed segment is dead, what is alive in
+it is copied to the end of the log and the segment is deleted. As records are facts whose order does not matter
 (`rollout_state`), a crash in the middle of that only leaves copies.
 
 The format is described in docs/log-format.md.
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.codec import decode_snapshot
-from gym_capture.capture.operations import Clear, Complete, Drop, MarkIncomplete, Operation, Register
+from gym_capture.capture.operations import Clear, Close, Complete, Drop, MarkIncomplete, Operation, Register
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
@@ -97,7 +97,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
         segment_bytes: a segment that has reached this size is closed; compaction works on closed ones.
         fsync: without it an acknowledged write survives the process, but not the machine.
         keep_records: what a `Drop` consumes stays on disk, readable through `gym_capture.stores.inspect`.
-        tombstone_ttl_s: how long, at least, a dropped rollout refuses late calls.
+        tombstone_ttl_s: how long, at least, a rollout that was dropped or closed refuses late calls.
         mirror: where the log is kept a second time, and is taken from if its own directory was lost.
 
         Raises `StoreUnavailableError` if another process holds the directory or the disk does not let it be read and
@@ -153,7 +153,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
                 answers[place] = error
         for place, answer in zip(places, await self._commits.submit(writes), strict=True):
             answers[place] = answer
-        if any(isinstance(operation, Drop | Clear) for operation in operations):
+        if any(isinstance(operation, Drop | Clear | Close) for operation in operations):
             self._compactor.trigger()
         return answers
 
@@ -222,7 +222,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
 def _subject(operation: Operation) -> str | None:
     """The part of its rollout that an operation is about (`Write.subject`)."""
     match operation:
-        case Drop() | Clear() | Register() | Complete():
+        case Drop() | Clear() | Close() | Register() | Complete():
             return None
         case MarkIncomplete(_, reason):
             return f"\0reason {reason}"

@@ -46,8 +46,10 @@ def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
             return Draft(RecordType.REGISTERED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
         case Completed(epoch, text):
             return Draft(RecordType.COMPLETED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
-        case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records):
-            payload = _pack([consumed_epoch, snapshot_id, version, retired_at, keeps_records])
+        case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records, closed):
+            # Versions before rollouts could be closed read five: they refuse a log with a closed one, and no other.
+            closing: list[object] = [True] if closed else []
+            payload = _pack([consumed_epoch, snapshot_id, version, retired_at, keeps_records, *closing])
             return Draft(RecordType.RETIRED, epoch, pack_key(rollout_id), payload)
 
 

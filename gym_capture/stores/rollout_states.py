@@ -1,7 +1,8 @@
 """The rollouts of one store: which are live, which are retired, and the next epoch.
 
 Invariant: no epoch is given out twice, whatever is forgotten in between. What a retired rollout leaves is one
-tombstone; it answers a repeated `Drop` and refuses late calls until the store sweeps it.
+tombstone, and so does closing one of which nothing is known; it answers a repeated `Drop` and refuses late calls until
+the store sweeps it.
 
 Flow: `prepared` checks and encodes an operation, for its caller alone -> `decide` looks the rollout up and asks its
 state (`rollout_state`) -> the store makes the event durable -> `apply`.
@@ -15,7 +16,18 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
-from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop, Operation, Register, check, check_text
+from gym_capture.capture.operations import (
+    Begin,
+    Clear,
+    Close,
+    Commit,
+    Complete,
+    Drop,
+    Operation,
+    Register,
+    check,
+    check_text,
+)
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
 from gym_capture.rollout_ids import check_rollout_id
@@ -68,8 +80,9 @@ class RolloutStates:
                 case Drop() | Clear():
                     # There is nothing to retire: it never was, or its tombstone was swept.
                     return Decision()
-                case Complete(rollout_id):
-                    state = RolloutState(rollout_id, 0)
+                case Complete() | Close():
+                    # Not kept: of one that is closed, its tombstone is there once it is durable.
+                    state = RolloutState(operation.rollout_id, 0)
                 case _:
                     return Decision(error=retired_error(operation.rollout_id, operation.call_id))
         digest = payload_digest(write.encoded) if isinstance(operation, Commit) else b""

@@ -12,6 +12,7 @@ from gym_capture.capture.operations import (
     Abandon,
     Begin,
     Clear,
+    Close,
     Commit,
     Complete,
     Drop,
@@ -37,6 +38,7 @@ EVERY: list[Operation] = [
     Clear("r"),
     Register("r", Registration(group_id="g", sample=1, task='"count"')),
     Complete("r", Outcome(reward=0.5, reward_components=(("a", 1.0),))),
+    Close("r"),
 ]
 
 
@@ -68,6 +70,7 @@ def test_an_operation_is_a_value_that_travels(operation: Operation) -> None:
         (Clear(cast(str, 5)), "rollout_id"),
         (Register("r", cast(Any, "g")), "registration"),
         (Complete("r", cast(Any, 1.0)), "outcome"),
+        (Close(cast(str, 5)), "rollout_id"),
         (cast(Operation, ("clear", "r")), "operation"),
     ],
 )

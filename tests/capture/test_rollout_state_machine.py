@@ -23,6 +23,7 @@ from gym_capture.capture.operations import (
     Abandon,
     Begin,
     Clear,
+    Close,
     Commit,
     Complete,
     Drop,
@@ -78,7 +79,8 @@ class Attempt:
 
     epoch: int | None = None
     """None: no call has begun."""
-    is_dropped: bool = False
+    is_over: bool = False
+    """It was dropped or closed."""
     begun: set[str] = field(default_factory=set)
     recorded: dict[str, TokenEntry] = field(default_factory=dict)
     abandoned: set[str] = field(default_factory=set)
@@ -122,7 +124,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.store: Store = self.run(self.opened())
 
     forgets_tombstones = False
-    """Whether the store may sweep tombstones at any time; then a dropped rollout may be treated as an unknown one."""
+    """Whether the store may sweep tombstones at any time; then one that is over may be treated as an unknown one."""
 
     async def opened(self) -> Store:
         return await MemoryStore.open()
@@ -149,7 +151,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             epoch = self.run(operation)
         except RetiredRolloutError:
-            assert attempt.is_dropped
+            assert attempt.is_over
             return multiple()
         except CompletedRolloutError:
             assert attempt.outcome is not None
@@ -162,7 +164,7 @@ class StoreMachine(RuleBasedStateMachine):
     def opened_by(self, rollout_id: str, epoch: int) -> Attempt:
         """The attempt that goes on, or begins, with what was answered by this epoch."""
         attempt = self.attempt(rollout_id)
-        if attempt.is_dropped:
+        if attempt.is_over:
             assert self.forgets_tombstones
             attempt = self.attempts[rollout_id] = Attempt()
         if attempt.epoch is None:
@@ -178,7 +180,7 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             epoch = self.run(self.store.write(Register(rollout_id, registration)))
         except RetiredRolloutError:
-            assert attempt.is_dropped
+            assert attempt.is_over
             return multiple()
         except ConflictingRegistrationError:
             assert attempt.registration not in (None, registration)
@@ -191,7 +193,7 @@ class StoreMachine(RuleBasedStateMachine):
     def complete(self, rollout_id: str, outcome: Outcome) -> None:
         attempt = self.attempt(rollout_id)
         refused: tuple[type[GymCaptureError], ...] = ()
-        if attempt.is_dropped:
+        if attempt.is_over:
             refused = (RetiredRolloutError, UnknownRolloutError) if self.forgets_tombstones else (RetiredRolloutError,)
         elif not attempt.facts:
             refused = (UnknownRolloutError,)
@@ -264,7 +266,7 @@ class StoreMachine(RuleBasedStateMachine):
         last_dropped = (snapshot.rollout_id, snapshot.snapshot_id) in self.consumed
         if is_current and attempt.facts:
             self.run(operation)
-            self.attempts[snapshot.rollout_id] = Attempt(is_dropped=True)
+            self.attempts[snapshot.rollout_id] = Attempt(is_over=True)
             self.consumed = {pair for pair in self.consumed if pair[0] != snapshot.rollout_id}
             self.consumed.add((snapshot.rollout_id, snapshot.snapshot_id))
         elif is_current or last_dropped:
@@ -280,9 +282,17 @@ class StoreMachine(RuleBasedStateMachine):
     def dispatch_again(self, rollout_id: str) -> None:
         self.run(self.store.write(Clear(rollout_id)))
         attempt = self.attempt(rollout_id)
-        if attempt.facts or attempt.is_dropped:
+        if attempt.facts or attempt.is_over:
             self.attempts[rollout_id] = Attempt()
             self.consumed = {pair for pair in self.consumed if pair[0] != rollout_id}
+
+    @rule(rollout_id=ROLLOUTS)
+    def supersede(self, rollout_id: str) -> None:
+        """Whether or not anything is known of it."""
+        self.run(self.store.write(Close(rollout_id)))
+        if not self.attempt(rollout_id).is_over or self.forgets_tombstones:
+            self.consumed = {pair for pair in self.consumed if pair[0] != rollout_id}
+        self.attempts[rollout_id] = Attempt(is_over=True)
 
     # what holds after each
 

@@ -283,13 +283,13 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    async def clear(rollout_id: str) -> None:
+    async def nothing(rollout_id: str) -> None:
         raise AssertionError("nothing is played")
 
-    def clearing(*_: object) -> Callable[[str], Awaitable[None]]:
-        return clear
+    def fencing(*_: object) -> tuple[Callable[[str], Awaitable[None]], ...]:
+        return nothing, nothing
 
-    monkeypatch.setattr("gym_capture.commands.rollouts._clearing", clearing)
+    monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
@@ -316,7 +316,13 @@ def test_a_graph_that_does_not_answer(run: Run, tmp_path: Path, address: str, me
 
 def test_a_job_is_resumed_with_the_same_options(run: Run, url: str, tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    started_with = {"job_id": "job-1", "samples": 4, "tasks": "the digest of others", "harness": {"name": "mine"}}
+    started_with = {
+        "format_version": 2,
+        "job_id": "job-1",
+        "samples": 4,
+        "tasks": "the digest of others",
+        "harness": {"name": "mine"},
+    }
     (tmp_path / "job" / "job.json").write_text(json.dumps(started_with))
     code, line = run("rollouts", "run", "--out", "job", "--url", url, "--samples", "3")
     assert (code, line) == (
@@ -342,6 +348,21 @@ def test_what_answers_is_no_graph(run: Run, url: str, tmp_path: Path, at: str, s
         "and port only, without /v1"
     )
     assert not (tmp_path / "job").exists()
+
+
+@pytest.mark.parametrize("version", [None, 3])
+@pytest.mark.parametrize("dry_run", [(), ("--dry-run",)])
+def test_a_job_of_another_version_is_refused(
+    run: Run, url: str, tmp_path: Path, version: int | None, dry_run: tuple[str, ...]
+) -> None:
+    (tmp_path / "job").mkdir()
+    kept = {"job_id": "job-1", "samples": 4} | ({} if version is None else {"format_version": version})
+    (tmp_path / "job" / "job.json").write_text(json.dumps(kept))
+    assert run("rollouts", "run", "--out", "job", "--url", url, *dry_run) == (
+        2,
+        f"job holds a job of another version of gym-capture: its format is {version or 1}, this one plays 2. Choose "
+        "another directory with --out; the rollouts.jsonl in it can be built as it is",
+    )
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "{}", "[" * 100_000])

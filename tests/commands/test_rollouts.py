@@ -32,7 +32,7 @@ def row(sample: int, *, failed: bool = False) -> RolloutRow:
         status="failed" if failed else "finished",
         reward=None if failed else 0.5,
         n_calls=3,
-        attempts=1,
+        attempt=1,
         error="connection" if failed else None,
         detail="nobody\nthere" if failed else None,
         started_at=0.0,
@@ -70,7 +70,7 @@ def test_jobs_in_folders_of_one_name_have_rollouts_of_their_own_and_a_resumed_on
     assert ids[0] != ids[1]
     assert all(job_id.startswith("job-") for job_id in ids)
     first.mkdir(parents=True)
-    (first / "job.json").write_text(json.dumps({"job_id": ids[0]}), encoding="utf-8")
+    (first / "job.json").write_text(json.dumps({"job_id": ids[0], "format_version": 2}), encoding="utf-8")
     assert _job_id(first) == ids[0]
 
 
@@ -87,19 +87,19 @@ limits: {retry_wait_s: 0}
 """
 
 
-async def nothing_to_clear(rollout_id: str) -> None:
-    return
+async def nothing(rollout_id: str) -> None:
+    """To clear, or to close."""
 
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory with a job file; state actors that have nothing to clear."""
+    """A directory with a job file; state actors that have nothing to clear and nothing to close."""
 
-    def clearing(*_: object) -> Callable[[str], Awaitable[None]]:
-        return nothing_to_clear
+    def fencing(*_: object) -> tuple[Callable[[str], Awaitable[None]], ...]:
+        return nothing, nothing
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gym_capture.commands.rollouts._clearing", clearing)
+    monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
 
@@ -154,7 +154,7 @@ def test_failed_rollouts_have_no_reward_and_the_command_fails(here: Path, capsys
 
     assert run_command(script=second_call_refused) == 1
     rows = [json.loads(line) for line in (here / "job" / "rollouts.jsonl").read_text().splitlines()]
-    assert {(each["reward"], each["error"], each["attempts"], each["failed_call"]) for each in rows} == {
+    assert {(each["reward"], each["error"], each["attempt"], each["failed_call"]) for each in rows} == {
         (None, "refused", 1, 2)
     }
     error = capsys.readouterr().err
@@ -171,7 +171,7 @@ def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture
     plan = planned("--set", "samples=8", "--job-id", "mine")
     assert plan["out"] == "job: a new job"
     assert plan["rollouts"] == "16: 2 tasks made up with seed 0 x 8 samples"
-    assert plan["ids"] == "mine.register-0-0.0, mine.register-0-0.1, mine.register-0-0.2, ..."
+    assert plan["ids"] == "mine.register-0-0.0-a1, mine.register-0-0.1-a1, mine.register-0-0.2-a1, ..."
     assert plan["endpoint"] == "http://127.0.0.1:8000, no token, Ray at auto"
     assert plan["environment"] == "register"
     assert plan["harness"] == "tool-loop max_tokens=64"
@@ -180,7 +180,7 @@ def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture
     assert not (here / "job").exists()
 
     (here / "job").mkdir()
-    (here / "job" / "job.json").write_text(json.dumps({"job_id": "job-1"}))
+    (here / "job" / "job.json").write_text(json.dumps({"job_id": "job-1", "format_version": 2}))
     assert planned()["out"].startswith("job: REFUSED, it holds another job: environment.name: nothing -> ")
 
 
@@ -192,9 +192,9 @@ async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_t
         import sys
         from gym_capture import cli
         from gym_capture.commands import rollouts
-        from tests.commands.test_rollouts import nothing_to_clear
+        from tests.commands.test_rollouts import nothing
 
-        rollouts._clearing = lambda *_: nothing_to_clear
+        rollouts._fencing = lambda *_: (nothing, nothing)
         cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
     """
 

@@ -11,7 +11,7 @@ from typing import cast
 import pytest
 
 from gym_capture.capture.codec import decode_snapshot, encode_entry
-from gym_capture.capture.operations import Clear, Commit, Drop, Operation
+from gym_capture.capture.operations import Clear, Close, Commit, Drop, Operation
 from gym_capture.capture.protocols import Resolution, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Snapshot, Unresolved, suffix_of
@@ -85,7 +85,7 @@ class Recorded(MemoryStore):
         match operation:
             case Commit(entry):
                 self.index.add(entry)
-            case Drop() | Clear():
+            case Drop() | Clear() | Close():
                 self.index.forget(operation.rollout_id)
         return epoch
 

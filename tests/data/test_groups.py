@@ -66,6 +66,14 @@ def test_a_rollout_that_failed_without_a_reward_is_masked_for_its_failure_alone_
     assert [rows[name]["advantage"] for name in ("r1", "r2", "r5", "r6")] == [0.5, -0.5, 0.0, 0.0]
 
 
+def test_a_rollout_that_outgrew_the_context_is_counted_and_says_so_in_its_rows_and_is_not_masked() -> None:
+    summaries, table = built([replace(request("r1"), truncated=True), request("r2", 0.0)])
+    found = report(["r1", "r2"], summaries)
+    assert (found.truncated, found.complete, found.mask_reasons) == (1, 2, {})
+    assert table.column("truncated").to_pylist() == [True, False]
+    assert table.column("advantage").to_pylist() == [0.5, -0.5]
+
+
 def test_what_is_not_delivered_is_counted_by_reason() -> None:
     summaries, table = built([request("r1"), request("r2")])
     assert report(["r1", "r2"], summaries).excluded_tokens == {}

@@ -47,6 +47,14 @@ def test_DJ_07_lines_of_different_ages_and_a_last_one_that_was_cut(tmp_path: Pat
     assert read.table.column("reward_components").to_pylist() == [[("a", 1.0)], None, None]
 
 
+def test_a_rollout_that_outgrew_the_context_says_so(tmp_path: Path) -> None:
+    said = ("true", "false", "null")
+    text = "".join(
+        f'{{"rollout_id": "r{number}", "group_id": "g", "truncated": {value}}}\n' for number, value in enumerate(said)
+    )
+    assert read_requests(lines(tmp_path, text)).table.column("truncated").to_pylist() == [True, False, None]
+
+
 def test_a_rollout_that_failed_says_why(tmp_path: Path) -> None:
     read = read_requests(
         lines(
@@ -68,6 +76,7 @@ def test_a_rollout_that_failed_says_why(tmp_path: Path) -> None:
         ('{"rollout_id": "a"}', "group_id must be a string: got None"),
         ('{"rollout_id": "a", "group_id": "g", "reward": "1"}', "reward must be a number: got '1'"),
         ('{"rollout_id": "a", "group_id": "g", "reward": true}', "reward must be a number: got True"),
+        ('{"rollout_id": "a", "group_id": "g", "truncated": 1}', "truncated must be true or false: got 1"),
         ('{"rollout_id": "a", "group_id": "g", "reward_components": {"x": []}}', "x must be a number"),
         ('{"rollout_id": "a", "group_id": "g", "reward_components": [1]}', "reward_components must be an object"),
     ],

@@ -21,6 +21,7 @@ from aiohttp import web
 
 import gym_capture.dialects
 from gym_capture import cli
+from gym_capture.capture.operations import Clear, Close, Operation
 from gym_capture.capture.records import Continues, Root
 from gym_capture.commands import rollouts
 from gym_capture.dialects.registry import DIALECTS
@@ -179,20 +180,27 @@ def served() -> Iterator[Server]:
         loop.close()
 
 
-class Cleared:
-    """Stands for the state actors: what they were told to forget."""
+class State:
+    """Stands for the state actors: what they were told."""
 
     def __init__(self) -> None:
-        self.rollouts: list[str] = []
+        self.told: list[Operation] = []
+
+    async def write(self, operation: Operation) -> int:
+        self.told.append(operation)
+        return 0
 
     async def clear(self, rollout_id: str) -> None:
-        self.rollouts.append(rollout_id)
+        await self.write(Clear(rollout_id))
+
+    async def close(self, rollout_id: str) -> None:
+        await self.write(Close(rollout_id))
 
 
 @pytest.mark.usefixtures("folder")
 def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared = Cleared()
-    monkeypatch.setattr(rollouts, "_clearing", lambda address, namespace: cleared.clear)
+    state = State()
+    monkeypatch.setattr(rollouts, "_fencing", lambda address, namespace: (state.clear, state.close))
     (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--environment cap" in line]
     *words, _, _ = line.split()  # all but --out
     with served() as server, pytest.raises(SystemExit) as stop:
@@ -201,7 +209,7 @@ def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: py
     rows = [json.loads(line) for line in (tmp_path / "job" / "rollouts.jsonl").read_text().splitlines()]
     assert len(rows) == 8 * 4
     assert {row["reward"] for row in rows} == {0.5}
-    assert sorted(cleared.rollouts) == sorted(row["rollout_id"] for row in rows)
+    assert sorted(each.rollout_id for each in state.told) == sorted(row["rollout_id"] for row in rows)
 
 
 async def test_an_environment_tells_a_model_what_is_wrong(folder: Path) -> None:
@@ -215,15 +223,16 @@ async def test_an_environment_tells_a_model_what_is_wrong(folder: Path) -> None:
 
 
 def test_a_harness_is_played_by_a_job(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared = Cleared()
+    state = State()
     monkeypatch.setattr("ray.init", lambda address: None)
-    monkeypatch.setattr("gym_capture.serving.state.connect", lambda *, namespace: cleared)
+    monkeypatch.setattr("gym_capture.serving.state.connect", lambda *, namespace: state)
     with served() as server:
         monkeypatch.setattr("sys.argv", ["play.py", server.url, str(folder / "job")])
         runpy.run_path(str(folder / "play.py"), run_name="__main__")
         asked = [call.body["messages"] for call in server.calls]
     rows = [json.loads(line) for line in (folder / "job" / "rollouts.jsonl").read_text().splitlines()]
-    assert len(rows) == len(cleared.rollouts) == 8 * 4
+    assert len(rows) == 8 * 4
+    assert {*state.told} == {Clear(row["rollout_id"]) for row in rows}
     assert {row["n_calls"] for row in rows} == {2}
     assert {row["reward"] for row in rows} == {0.0, 1.0}
     assert sorted(map(len, asked)) == [1] * 32 + [3] * 32

@@ -36,8 +36,8 @@ async def well(rollout_id: str, environment: Environment) -> Outcome:
     return Completed("0", n_calls=3)
 
 
-async def nothing_to_clear(rollout_id: str) -> None:
-    return
+async def nothing(rollout_id: str) -> None:
+    """To clear, or to close."""
 
 
 def make(
@@ -56,7 +56,8 @@ def make(
         harness=harness,
         make_environment=environment,
         endpoint=Endpoint,
-        clear=nothing_to_clear,
+        clear=nothing,
+        close=nothing,
         settings=settings,
         directory=directory,
     )

@@ -25,6 +25,13 @@ from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
 ENDPOINT: Final = Endpoint("http://127.0.0.1:9/ng-rollout/r1/v1", "token-of-r1")
 TASK: Final = {"role": "user", "content": "--do it"}
 
+TOO_LONG: Final = (
+    "Prompt is too long",
+    "API Error: 400 prompt is too long: 70 tokens > 63 maximum",
+    "Codex ran out of room in the model's context window. Start a new thread or clear earlier history before retrying.",
+    'unexpected status 400 Bad Request: {"error":{"message":"no","code":"context_length_exceeded"}}',
+)
+
 RESULT: Final[Mapping[str, Any]] = {"type": "result", "subtype": "success", "is_error": False, "num_turns": 1}
 EVENTS: Final[Sequence[Mapping[str, Any]]] = (
     {"type": "thread.started", "thread_id": "1"},
@@ -151,6 +158,14 @@ def test_an_error_of_the_server_is_the_failure_that_it_is_for_any_harness(
     assert outcome == Failed(reason, said, 0, retryable, ends_job)
 
 
+@pytest.mark.parametrize("said", TOO_LONG)
+def test_a_conversation_that_outgrows_the_context_is_an_end_that_says_so(said: str) -> None:
+    assert codex(said) == Completed("", n_calls=0, truncated=True)
+    assert claude(1, is_error=True, api_error_status=400, result=said) == Completed("", n_calls=0, truncated=True)
+    # What an agent answers is no error, whatever it says.
+    assert claude(result=said) == Completed(said, n_calls=0)
+
+
 def test_other_errors_are_told_in_the_agents_own_words() -> None:
     outcome = codex("We are experiencing high demand.")
     assert isinstance(outcome, Failed)
@@ -206,6 +221,7 @@ def test_how_mini_swe_agent_ends() -> None:
     assert mini("Submitted", submission="All done.\n", calls=3) == Completed("All done.", n_calls=3)
     for limit in ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError"):
         assert mini(limit, calls=50) == Completed("", n_calls=50)
+    assert mini("ContextWindowExceededError", code=1, calls=7) == Completed("", n_calls=7, truncated=True)
     said = "litellm.BadRequestError: OpenAIException - it says no"
     assert mini("BadRequestError", code=1, error=said) == Failed(
         AttemptFailure.REFUSED, f"BadRequestError: {said}", 2, retryable=False

@@ -147,6 +147,25 @@ def test_what_the_server_does_wrong_is_a_value_with_a_name(script: Script, reaso
     assert (outcome.reason, outcome.retryable) == (reason, retryable)
 
 
+@pytest.mark.parametrize("fits", [0, 1, 2])
+def test_a_conversation_that_outgrows_the_context_ends_with_what_was_said_by_then(fits: int) -> None:
+    calls = iter(range(fits))
+
+    async def script(call: Call) -> web.Response:
+        if next(calls, None) is not None:
+            return completion({"content": "so far"})
+        error = {"message": "too long", "type": "invalid_request_error", "code": "context_length_exceeded"}
+        return web.json_response({"error": error}, status=400)
+
+    outcome, server = play(script)
+    assert len(server.calls) == fits + 1
+    if fits:
+        assert outcome == Completed("so far", n_calls=fits, truncated=True, failed_call=fits + 1)
+    else:  # nothing was generated: it is the task that does not fit
+        assert isinstance(outcome, Failed)
+        assert (outcome.reason, outcome.retryable, outcome.failed_call) == ("refused", False, 1)
+
+
 @pytest.mark.parametrize("code", [429, 503, 529])
 def test_a_server_that_is_busy_is_asked_again_when_it_says_and_no_attempt_is_used_up(code: int) -> None:
     refusals = iter(range(7))  # more than the library's own tries

@@ -44,8 +44,8 @@ async def well(rollout_id: str, environment: Environment) -> Outcome:
     return Completed("0", n_calls=3)
 
 
-async def nothing_to_clear(rollout_id: str) -> None:
-    return
+async def nothing(rollout_id: str) -> None:
+    """To clear, or to close."""
 
 
 def make(
@@ -54,7 +54,8 @@ def make(
     *,
     tasks: list[Task] = TASKS,
     samples: int = 2,
-    clear: Callable[[str], Awaitable[None]] = nothing_to_clear,
+    clear: Callable[[str], Awaitable[None]] = nothing,
+    close: Callable[[str], Awaitable[None]] = nothing,
     environment: Callable[[], Environment] = Register,
     settings: Mapping[str, Any] = {},
     **options: Any,
@@ -66,6 +67,7 @@ def make(
         make_environment=environment,
         endpoint=Endpoint,
         clear=clear,
+        close=close,
         settings=settings,
         directory=directory,
     )
@@ -84,7 +86,8 @@ async def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: P
                 harness=ToolLoop(client),
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id), f"token-{rollout_id}"),
-                clear=nothing_to_clear,
+                clear=nothing,
+                close=nothing,
                 settings={},
                 directory=tmp_path,
             )
@@ -94,7 +97,9 @@ async def test_over_http_every_rollout_becomes_a_row_with_its_reward(tmp_path: P
             return summary
 
     summary = await run()
-    assert [row.rollout_id for row in summary.rows] == [f"job.{task.task_id}.{i}" for task in TASKS for i in range(2)]
+    assert [row.rollout_id for row in summary.rows] == [
+        f"job.{task.task_id}.{i}-a1" for task in TASKS for i in range(2)
+    ]
     assert [row.reward for row in summary.rows] == pytest.approx([1.0] * 6)
     written = lines(tmp_path / "rollouts.jsonl")
     assert sorted(row["rollout_id"] for row in written) == sorted(row.rollout_id for row in summary.rows)
@@ -163,22 +168,22 @@ async def cancels_itself(rollout_id: str, environment: Environment) -> Outcome:
 async def test_whatever_goes_wrong_is_a_failure_row_and_the_job_goes_on(
     tmp_path: Path, play: Play, reason: str, detail: str
 ) -> None:
-    bad = f"job.{TASKS[1].task_id}.0"
+    bad = f"job.{TASKS[1].task_id}.0-a"
 
     async def one_bad(rollout_id: str, environment: Environment) -> Outcome:
-        return await (play if rollout_id == bad else well)(rollout_id, environment)
+        return await (play if rollout_id.startswith(bad) else well)(rollout_id, environment)
 
     harness = Scripted(one_bad)
     summary = await make(tmp_path, harness, max_attempts=2, rollout_timeout_s=0.05).run()
     assert (summary.finished, summary.failed) == (5, 1)
-    row = next(row for row in summary.rows if row.rollout_id == bad)
-    assert (row.status, row.reward, row.attempts, row.error) == ("failed", None, 2, reason)
+    row = next(row for row in summary.rows if row.rollout_id == f"{bad}2")
+    assert (row.status, row.reward, row.attempt, row.error) == ("failed", None, 2, reason)
     assert row.detail is not None
     assert row.detail.startswith(detail)
     sidecar = lines(tmp_path / "failures.jsonl")
     assert [(failure["rollout_id"], failure["attempt"], failure["reason"]) for failure in sidecar] == [
-        (bad, 1, reason),
-        (bad, 2, reason),
+        (f"{bad}1", 1, reason),
+        (f"{bad}2", 2, reason),
     ]
     assert summary.failures == {reason: 2}
 
@@ -243,14 +248,12 @@ async def test_an_environment_that_breaks_fails_its_rollout_and_is_closed(
 
 
 async def test_a_retry_that_succeeds_makes_a_finished_row(tmp_path: Path) -> None:
-    harness = Scripted(well)
-
     async def first_time_fails(rollout_id: str, environment: Environment) -> Outcome:
-        return Failed("connection", "") if harness.played[rollout_id] == 1 else Completed("", n_calls=3)
+        return Failed("connection", "") if rollout_id.endswith("-a1") else Completed("", n_calls=3)
 
     harness = Scripted(first_time_fails)
     summary = await make(tmp_path, harness).run()
-    assert {(row.status, row.attempts) for row in summary.rows} == {("finished", 2)}
+    assert {(row.status, row.attempt) for row in summary.rows} == {("finished", 2)}
     assert summary.failures == {"connection": 6}
 
 
@@ -263,7 +266,7 @@ def test_what_cannot_end_differently_is_not_retried(tmp_path: Path) -> None:
 
     for name, play in (("value", refused), ("error", raises)):
         summary = asyncio.run(make(tmp_path / name, Scripted(play), max_attempts=5).run())
-        assert {row.attempts for row in summary.rows} == {1}
+        assert {row.attempt for row in summary.rows} == {1}
 
 
 def test_a_job_without_its_token_ends_at_once_and_with_it_plays_as_if_for_the_first_time(tmp_path: Path) -> None:
@@ -281,7 +284,8 @@ def test_a_job_without_its_token_ends_at_once_and_with_it_plays_as_if_for_the_fi
                 harness=ToolLoop(client),
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id), token),
-                clear=nothing_to_clear,
+                clear=nothing,
+                close=nothing,
                 settings={},
                 directory=tmp_path,
             )
@@ -301,22 +305,39 @@ def test_a_job_without_its_token_ends_at_once_and_with_it_plays_as_if_for_the_fi
 # --- stale records ---------------------------------------------------------------------------------------------------
 
 
-async def test_stale_records_are_cleared_before_every_attempt(tmp_path: Path) -> None:
+async def test_before_every_attempt_its_id_is_cleared_and_those_before_it_are_closed(tmp_path: Path) -> None:
     events: list[tuple[str, str]] = []
 
     async def clear(rollout_id: str) -> None:
         events.append(("clear", rollout_id))
 
+    async def close(rollout_id: str) -> None:
+        events.append(("close", rollout_id))
+
     async def play(rollout_id: str, environment: Environment) -> Outcome:
         events.append(("play", rollout_id))
         return Failed("connection", "")
 
-    await make(tmp_path, Scripted(play), clear=clear, concurrency=1, max_attempts=2).run()
-    assert len(events) == 6 * 2 * 2
-    assert all(
-        first == ("clear", second[1]) and second[0] == "play"
-        for first, second in zip(events[::2], events[1::2], strict=True)
+    job = make(
+        tmp_path, Scripted(play), tasks=TASKS[:1], samples=1, clear=clear, close=close, concurrency=1, max_attempts=3
     )
+    await job.run()
+    first, second, third = (f"job.{TASKS[0].task_id}.0-a{attempt}" for attempt in (1, 2, 3))
+    assert events == [
+        *(("clear", first), ("play", first)),
+        *(("close", first), ("clear", second), ("play", second)),
+        *(("close", first), ("close", second), ("clear", third), ("play", third)),
+    ]
+
+
+async def test_an_attempt_does_not_play_while_the_one_before_it_cannot_be_closed(tmp_path: Path) -> None:
+    async def close(rollout_id: str) -> None:
+        raise StoreUnavailableError("no answer", rollout_id=rollout_id)
+
+    harness = Scripted(failing)
+    summary = await make(tmp_path, harness, close=close, max_attempts=2).run()
+    assert {rollout_id[-3:] for rollout_id in harness.played} == {"-a1"}
+    assert {(row.error, row.attempt) for row in summary.rows} == {("not_cleared", 2)}
 
 
 async def test_a_rollout_whose_stale_records_cannot_be_cleared_is_not_played(tmp_path: Path) -> None:
@@ -326,7 +347,7 @@ async def test_a_rollout_whose_stale_records_cannot_be_cleared_is_not_played(tmp
     harness = Scripted(well)
     summary = await make(tmp_path, harness, clear=clear, max_attempts=2).run()
     assert harness.played == Counter()
-    assert {(row.error, row.attempts) for row in summary.rows} == {("not_cleared", 2)}
+    assert {(row.error, row.attempt) for row in summary.rows} == {("not_cleared", 2)}
 
 
 # --- resuming --------------------------------------------------------------------------------------------------------
@@ -336,7 +357,7 @@ def test_a_cancelled_job_keeps_its_finished_rollouts_and_plays_only_the_others_a
     started = asyncio.Event()
 
     async def some_hang(rollout_id: str, environment: Environment) -> Outcome:
-        if rollout_id.endswith(".1"):
+        if rollout_id.endswith(".1-a1"):
             started.set()
             await asyncio.Event().wait()
         return Completed("", n_calls=3)
@@ -356,7 +377,7 @@ def test_a_cancelled_job_keeps_its_finished_rollouts_and_plays_only_the_others_a
 
     harness = Scripted(well)
     summary = asyncio.run(make(tmp_path, harness).run())
-    assert sorted(harness.played) == sorted(f"job.{task.task_id}.1" for task in TASKS)
+    assert sorted(harness.played) == sorted(f"job.{task.task_id}.1-a2" for task in TASKS)
     assert (summary.resumed, summary.finished) == (3, 6)
 
 
@@ -368,7 +389,7 @@ def test_failed_rollouts_get_more_attempts_only_when_the_limit_is_raised(tmp_pat
     assert (harness.played, summary.failed) == (Counter(), 6)
 
     summary = asyncio.run(make(tmp_path, harness, max_attempts=3).run())
-    assert {(row.status, row.attempts) for row in summary.rows} == {("finished", 3)}
+    assert {(row.status, row.attempt) for row in summary.rows} == {("finished", 3)}
     assert len(lines(tmp_path / "rollouts.jsonl")) == 6
 
 
@@ -383,8 +404,10 @@ def test_however_often_it_is_stopped_there_is_one_row_for_each_rollout(
 ) -> None:
     directory = tmp_path_factory.mktemp("job")
     remaining = iter(outcomes)
+    played: list[str] = []
 
     async def play(rollout_id: str, environment: Environment) -> Outcome:
+        played.append(rollout_id)
         await asyncio.sleep(0)
         return await next(remaining, well)(rollout_id, environment)
 
@@ -402,9 +425,12 @@ def test_however_often_it_is_stopped_there_is_one_row_for_each_rollout(
         asyncio.run(run(stop))
     summary = asyncio.run(run(None))
     assert summary is not None
-    expected = {f"job.{task.task_id}.{sample}" for task in TASKS for sample in range(2)}
-    assert Counter(row["rollout_id"] for row in lines(directory / "rollouts.jsonl")) == Counter(expected)
-    assert {row.rollout_id for row in summary.rows} == expected
+    expected = {(task.task_id, sample) for task in TASKS for sample in range(2)}
+    written = lines(directory / "rollouts.jsonl")
+    assert Counter((row["task_id"], row["sample"]) for row in written) == Counter(expected)
+    assert {row.place for row in summary.rows} == expected
+    assert len(set(played)) == len(played), "an attempt's rollout id came twice"
+    assert {row.rollout_id for row in summary.rows} <= set(played)
     assert all((row.reward is None) == (row.status == "failed") for row in summary.rows)
 
 
@@ -450,12 +476,13 @@ async def test_a_refused_call_over_http_ends_the_rollout_with_its_reason(tmp_pat
                 harness=ToolLoop(client),
                 make_environment=Register,
                 endpoint=lambda rollout_id: Endpoint(server.base_url(rollout_id)),
-                clear=nothing_to_clear,
+                clear=nothing,
+                close=nothing,
                 settings={},
                 directory=tmp_path,
             )
             return await job.run()
 
     (row,) = (await run()).rows
-    assert (row.error, row.attempts) == ("refused", 1)
+    assert (row.error, row.attempt) == ("refused", 1)
     assert row.detail == "HTTP 400: too long"

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,20 @@ def test_a_killed_job_plays_only_what_was_not_over(tmp_path: Path, torn: bytes) 
     with (directory / "rollouts.jsonl").open("ab") as file:
         file.write(torn)  # what a kill in the middle of a write leaves
 
-    summary = patience.run(recorded(directory).run())
+    closed: list[str] = []
+
+    async def close(rollout_id: str) -> None:
+        closed.append(rollout_id)
+
+    summary = patience.run(replace(recorded(directory), close=close).run())
     after = (tmp_path / "played.txt").read_text().splitlines()[len(before) :]
-    assert set(after).isdisjoint(over)
+    assert set(after).isdisjoint(before)
+    # The one that was under way is closed, and goes on as another attempt; the death of the job is no failure of it.
+    under_way = before[3]
+    assert closed == [under_way]
+    assert after[0] == under_way.removesuffix("1") + "2"
+    assert summary.failures == {}
+    assert [row.attempt for row in summary.rows].count(2) == 1
     assert (summary.resumed, summary.finished) == (3, 6)
     written = [json.loads(line)["rollout_id"] for line in (directory / "rollouts.jsonl").read_text().splitlines()]
     assert Counter(written) == Counter({row.rollout_id: 1 for row in summary.rows})
@@ -113,7 +125,7 @@ def test_a_disk_that_is_full_is_said_before_anything_is_played(tmp_path: Path) -
         patience.run(make(tmp_path, Scripted(play)).run())
 
 
-@pytest.mark.parametrize("name", ["lock", "job.json", "rollouts.jsonl", "failures.jsonl"])
+@pytest.mark.parametrize("name", ["lock", "job.json", "attempts.jsonl", "rollouts.jsonl", "failures.jsonl"])
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=f"a rollout job cannot be kept in {tmp_path}: Is a directory"):
@@ -125,7 +137,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, name: str) 
 
 def test_what_is_no_json_does_not_end_the_job(tmp_path: Path) -> None:
     async def play(rollout_id: str, environment: Environment) -> Outcome:
-        return Completed(b"bytes", n_calls=1) if rollout_id.endswith("0") else None  # type: ignore[arg-type,return-value]
+        return Completed(b"bytes", n_calls=1) if ".0-a" in rollout_id else None  # type: ignore[arg-type,return-value]
 
     class Odd(Register):
         async def score(self, answer: str) -> Score:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
 from pathlib import Path
 
@@ -10,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.errors import ConfigError, RecordError
-from gym_capture.rollouts.ledger import FAILURES_FILE, ROWS_FILE, FailureRow, Ledger, RolloutRow
+from gym_capture.rollouts.ledger import (
+    ATTEMPTS_FILE,
+    FAILURES_FILE,
+    ROWS_FILE,
+    AttemptRow,
+    FailureRow,
+    Ledger,
+    RolloutRow,
+)
 
 JOB = {"job_id": "j", "samples": 2}
 
@@ -18,7 +28,7 @@ JOB = {"job_id": "j", "samples": 2}
 def row(sample: int, *, answer: str = "33", status: str = "finished") -> RolloutRow:
     assert status in ("finished", "failed")
     return RolloutRow(
-        rollout_id=f"j.t.{sample}",
+        rollout_id=f"j.t.{sample}-a1",
         task_id="t",
         group_id="t",
         sample=sample,
@@ -26,7 +36,7 @@ def row(sample: int, *, answer: str = "33", status: str = "finished") -> Rollout
         reward=0.5,
         reward_components={"answer": 0.5},
         n_calls=3,
-        attempts=1,
+        attempt=1,
         answer=answer,
         started_at=1.5,
         wall_s=2.5,
@@ -35,7 +45,7 @@ def row(sample: int, *, answer: str = "33", status: str = "finished") -> Rollout
 
 def failure(attempt: int) -> FailureRow:
     return FailureRow(
-        rollout_id="j.t.0",
+        rollout_id=f"j.t.0-a{attempt}",
         task_id="t",
         sample=0,
         attempt=attempt,
@@ -47,12 +57,54 @@ def failure(attempt: int) -> FailureRow:
     )
 
 
+def began(attempt: int, *, sample: int = 0) -> AttemptRow:
+    return AttemptRow(rollout_id=f"j.t.{sample}-a{attempt}", task_id="t", sample=sample, attempt=attempt, at=1.0)
+
+
+async def test_an_attempt_is_on_disk_before_it_plays_and_those_that_begin_together_share_a_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        synced: list[int] = []
+        sync = os.fsync
+
+        def watched(fd: int) -> None:
+            sync(fd)
+            synced.append(fd)
+
+        monkeypatch.setattr(os, "fsync", watched)
+
+        async def begin(sample: int) -> None:
+            await ledger.begin(began(1, sample=sample))
+            assert f'"sample":{sample},' in (tmp_path / ATTEMPTS_FILE).read_text()
+            assert synced
+
+        await asyncio.gather(*map(begin, range(50)))
+        assert len(synced) == 1
+        await ledger.begin(began(2, sample=7))
+        assert len(synced) == 2
+    with Ledger(tmp_path, JOB) as ledger:
+        assert ledger.attempts == {("t", sample): 2 if sample == 7 else 1 for sample in range(50)}
+
+
+async def test_no_attempt_plays_that_a_full_disk_does_not_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with Ledger(tmp_path, JOB) as ledger:
+        with monkeypatch.context() as broken:
+            broken.setattr(os, "fsync", full)
+            ended = await asyncio.gather(*(ledger.begin(began(1, sample=n)) for n in range(3)), return_exceptions=True)
+        assert [type(each) for each in ended] == [ConfigError] * 3
+        assert (tmp_path / ATTEMPTS_FILE).read_bytes() == b""
+
+
 def test_rows_and_failures_come_back(tmp_path: Path) -> None:
     with Ledger(tmp_path, JOB) as ledger:
         ledger.add_row(row(0))
         ledger.add_failure(failure(1))
     with Ledger(tmp_path, JOB) as ledger:
-        assert ledger.rows == {"j.t.0": row(0)}
+        assert ledger.rows == {("t", 0): row(0)}
         assert ledger.failures == [failure(1)]
 
 
@@ -94,10 +146,10 @@ def test_forgotten_rows_leave_the_file_and_the_others_stay(tmp_path: Path) -> No
     with Ledger(tmp_path, JOB) as ledger:
         for sample in range(3):
             ledger.add_row(row(sample))
-        ledger.forget(["j.t.1"])
+        ledger.forget([("t", 1)])
         ledger.add_row(row(3))
     with Ledger(tmp_path, JOB) as ledger:
-        assert list(ledger.rows) == ["j.t.0", "j.t.2", "j.t.3"]
+        assert list(ledger.rows) == [("t", 0), ("t", 2), ("t", 3)]
 
 
 def test_another_job_is_refused_and_the_difference_named(tmp_path: Path) -> None:
@@ -127,4 +179,4 @@ def test_a_job_s_files_are_listed_on_disk_before_it_plays(tmp_path: Path, monkey
 
     monkeypatch.setattr(os, "fsync", watched)
     with Ledger(tmp_path / "job", JOB):
-        assert listed[-1] == {"job.json", "rollouts.jsonl", "failures.jsonl", "lock"}
+        assert listed[-1] == {"job.json", "attempts.jsonl", "rollouts.jsonl", "failures.jsonl", "lock"}

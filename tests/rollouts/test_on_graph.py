@@ -17,8 +17,8 @@ from tests.rollouts.scripted_server import serving, solve
 KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
 
 
-async def nothing_to_clear(rollout_id: str) -> None:
-    return
+async def nothing(rollout_id: str) -> None:
+    """To clear, or to close."""
 
 
 @pytest.mark.parametrize("keyring", [KEYS, None], ids=["secret", "open"])
@@ -32,7 +32,8 @@ async def test_each_rollout_calls_with_its_own_token(tmp_path: Path, keyring: Ke
             options=JobOptions(job_id="job", samples=2),
             harness=tool_loop(model="policy"),
             settings={},
-            clear=nothing_to_clear,
+            clear=nothing,
+            close=nothing,
             directory=tmp_path,
             on_row=rows.append,
             keyring=keyring,

@@ -15,7 +15,7 @@ import pytest
 
 from gym_capture.build.builder import build
 from gym_capture.calls import ToolCallDelta, ToolCallStart
-from gym_capture.capture.operations import Drop
+from gym_capture.capture.operations import Clear, Close, Drop, Operation
 from gym_capture.capture.records import Continues, Root, Unresolved, WeightSpan, digest_ids
 from gym_capture.conversation import Conversation, Message
 from gym_capture.dialects import fields
@@ -36,6 +36,7 @@ from tests.serving.replica import (
     listening,
     says,
     streamed_text,
+    until,
 )
 
 WEATHER = {
@@ -405,6 +406,52 @@ async def test_a_rollout_that_was_consumed_refuses_late_calls(template: HfChatTe
     late = await replica.chat(USER)
     assert late.status_code == 409
     assert len(replica.engine.calls) == 1
+
+
+async def test_a_rollout_that_was_closed_refuses_calls_although_nothing_was_recorded(template: HfChatTemplate) -> None:
+    replica = Replica(template, says(template, "one"))
+    await replica.state.store.write(Close("r1"))
+    late = await replica.chat(USER)
+    assert (late.status_code, late.json()["error"]["code"]) == (409, "conflict")
+    assert replica.engine.calls == []
+    assert (await replica.chat(USER, rollout_id="r2")).status_code == 200
+
+
+@pytest.mark.parametrize("over", [Close("r1"), Clear("r1")], ids=["closed", "cleared"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_RJ_02_a_call_that_is_under_way_when_its_attempt_is_over_is_refused_its_end(
+    template: HfChatTemplate, stream: bool, over: Operation
+) -> None:
+    replica = Replica(template, says(template, "one"))
+    replica.state.gate.clear()
+    call = asyncio.ensure_future(replica.chat(USER, stream=stream))
+    await replica.state.put_begins.wait()
+    await replica.state.store.write(over)
+    replica.state.gate.set()
+    reply = await call
+    if stream:
+        assert "[DONE]" not in reply.text
+        *_, last = [json.loads(frame.removeprefix("data: ")) for frame in reply.text.split("\n\n") if frame]
+        assert last["error"]["code"] == "conflict"
+    else:
+        assert (reply.status_code, reply.json()["error"]["code"]) == (409, "conflict")
+    assert (await replica.state.snapshot()).version == 0
+
+
+async def test_a_client_that_leaves_a_closed_attempt_leaves_nothing(
+    template: HfChatTemplate, caplog: pytest.LogCaptureFixture
+) -> None:
+    replica = Replica(template, always(Script(steps=[Step(token_ids=[5], text="He")], hangs=True)))
+    async with (
+        listening(replica.app) as client,
+        client.stream("POST", chat_path("r1"), json=chat_body(USER, stream=True)) as response,
+    ):
+        await anext(frames(response))
+        await replica.state.store.write(Close("r1"))
+    await until(lambda: bool(replica.engine.aborted))
+    await replica.calls.end(EngineOverloadedError("over"))
+    assert (await replica.state.snapshot()).version == 0
+    assert "never retrieved" not in caplog.text
 
 
 # --- the engine fails --------------------------------------------------------------------------------------------

@@ -90,6 +90,16 @@ def test_TR_08_a_rollout_is_truncated_if_its_last_call_was(finish_reason: str | 
     assert rollout.truncated == truncated  # the second row is not of the main chain
 
 
+def test_a_rollout_that_outgrew_the_context_is_truncated_and_older_tables_do_not_say_so(tmp_path: Path) -> None:
+    whole = table(row("a", truncated=True), row("b", truncated=False), row("c", truncated=None))
+    older = whole.drop_columns(["truncated"])
+    for name, rows, truncated in (("new", whole, [True, False, False]), ("old", older, [False] * 3)):
+        assert [rollout.truncated for rollout in read_rollouts([rows])] == truncated
+        (tmp_path / name).mkdir()
+        pq.write_table(rows, tmp_path / name / "part-00000.parquet")
+        assert [rollout.truncated for rollout in read_rollouts(parquet_batches(tmp_path / name))] == truncated
+
+
 def test_rows_of_a_rollout_that_do_not_stand_together_are_an_error() -> None:
     with pytest.raises(RecordError, match="must stand together"):
         list(read_rollouts([table(row("a"), row("b"), row("a", 1))]))

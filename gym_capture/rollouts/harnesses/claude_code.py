@@ -2,7 +2,7 @@
 
 Invariant: it talks to the rollout's URL alone - telemetry, updates and what else it fetches are off - and finds nothing
 of its user's settings. An error that it met at the server is the failure that it would be for any other harness; an end
-by its limit of turns is an end. `docs/clients.md` says what the variables are for.
+by its limit of turns, or by that of the context, is an end. `docs/clients.md` says what the variables are for.
 
 Tried with 2.1.197. Its result is one JSON object: `subtype` and `result`, or `is_error` with `api_error_status`.
 """
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.harness import Completed, Failed, Outcome, failed_by_http_status
+from gym_capture.rollouts.harness import Completed, Failed, Outcome, failed_by_http_status, says_too_long
 from gym_capture.rollouts.harnesses.command import CommandHarness, Invocation, Play, failed_by_status, installed, words
 from gym_capture.rollouts.supervised import Bounds, Ended
 
@@ -106,6 +106,8 @@ class _ClaudeCode:
         if not result["is_error"]:
             return Completed(said, n_calls=0)
         status = result.get("api_error_status")
+        if status in (None, 400) and says_too_long(said):
+            return Completed("", n_calls=0, truncated=True)
         if isinstance(status, int):
             return failed_by_http_status(status, said[-500:], n_calls=0)
         return Failed(AttemptFailure.COMMAND_FAILED, said[-500:])

@@ -1,7 +1,8 @@
 """Codex as a harness: one `codex exec` for each rollout.
 
 Invariant: it talks to the rollout's URL alone and finds nothing of its user's settings. An error that it met at the
-server is the failure that it would be for any other harness. It has no limit of turns: bound it by time.
+server is the failure that it would be for any other harness; that the context is full is an end. It has no limit of
+turns: bound it by time.
 
 Tried with 0.171.0. It says what went wrong in the last `error` of its JSON lines, and its last message in a file.
 """
@@ -14,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from gym_capture.rollouts.harness import Completed, Failed, Outcome, failed_by_http_status
+from gym_capture.rollouts.harness import Completed, Failed, Outcome, failed_by_http_status, says_too_long
 from gym_capture.rollouts.harnesses.command import CommandHarness, Invocation, Play, failed_by_status, installed, words
 from gym_capture.rollouts.supervised import Bounds, Ended
 
@@ -104,6 +105,8 @@ class _Codex:
     def outcome(self, ended: Ended, play: Play) -> Outcome:
         if ended.status != 0:
             said = _last_error(ended.stdout)
+            if says_too_long(said):
+                return Completed("", n_calls=0, truncated=True)
             status = re.search(r"unexpected status (\d{3})\b", said)
             if status is not None:
                 return failed_by_http_status(int(status[1]), said, n_calls=0)

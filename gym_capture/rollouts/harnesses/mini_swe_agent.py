@@ -2,7 +2,7 @@
 
 Invariant: it talks to the rollout's URL alone - LiteLLM's list of prices, which it would fetch at each start, is off -
 and asks nobody anything. An error that it met at the server is the failure that it would be for any other harness; an
-end by its limit of steps, or because the policy called no tool three times in a row, is an end.
+end by its limit of steps or that of the context, or because the policy called no tool three times in a row, is an end.
 
 Tried with 2.4.6. It writes its trajectory to a file: `info` has `exit_status`, `submission` and the number of calls. It
 asks for other versions of libraries than this project does, so it has an environment of its own: `pipx` makes one.
@@ -26,7 +26,6 @@ _LIMITS: Final = ("LimitsExceeded", "TimeExceeded", "RepeatedFormatError")
 _UNAUTHORIZED: Final = ("AuthenticationError", "PermissionDeniedError")
 _FAILURES: Final[Mapping[str, tuple[AttemptFailure, bool]]] = {
     "BadRequestError": (AttemptFailure.REFUSED, False),
-    "ContextWindowExceededError": (AttemptFailure.REFUSED, False),
     "UnprocessableEntityError": (AttemptFailure.REFUSED, False),
     "NotFoundError": (AttemptFailure.REFUSED, True),
     "RateLimitError": (AttemptFailure.SERVER_ERROR, True),
@@ -107,6 +106,8 @@ class _MiniSweAgent:
             return Completed(str(info["submission"]).strip(), n_calls)
         if status in _LIMITS:
             return Completed("", n_calls)
+        if status == "ContextWindowExceededError":
+            return Completed("", n_calls, truncated=True)
         detail = f"{status}: {_last_line(ended.stderr)}"
         if status in _UNAUTHORIZED:
             return Failed(AttemptFailure.UNAUTHORIZED, detail, n_calls, retryable=False, ends_job=True)
