@@ -15,7 +15,7 @@ from gym_capture.capture.operations import Begin, Clear, MarkIncomplete
 from gym_capture.capture.records import CallIntent
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.state import StateClient, start_shards
-from gym_capture.serving.state_messages import BeginCall, CommitBytes
+from gym_capture.serving.state_messages import BeginCall
 from gym_capture.stores.log import LogStore
 
 
@@ -104,9 +104,9 @@ async def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> 
     state = StateClient([cast(ActorHandle[Any], shard)])
     intent = CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)
     keys = [tuple(f"{number:064}" for number in range(first, first + 100)) for first in range(40)]
-    records = [state._send("r", CommitBytes(b"x" * 5_000, number)) for number in range(40)]
+    records = [state._send("r", (b"x" * 5_000, number)) for number in range(40)]
     begins = [state._send("r", BeginCall(intent, of_one)) for of_one in keys]
-    large = [state._send("r", CommitBytes(b"x" * 300_000, number)) for number in range(2)]
+    large = [state._send("r", (b"x" * 300_000, number)) for number in range(2)]
     answers = await asyncio.gather(*records, *large, *begins)
     assert answers == [*range(40), *range(2), *keys]
     (sizes,) = shard.sizes
