@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import pickletools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -11,12 +12,13 @@ from typing import Any, cast
 import pytest
 from ray.actor import ActorHandle
 
-from gym_capture.capture.operations import Begin, Clear, MarkIncomplete
+from gym_capture.capture.operations import Begin, Clear, Commit, MarkIncomplete
 from gym_capture.capture.records import CallIntent
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.state import StateClient, start_shards
-from gym_capture.serving.state_messages import BeginCall
+from gym_capture.serving.state_messages import BeginCall, Resolve, is_commit, packed, unpacked
 from gym_capture.stores.log import LogStore
+from tests.calls import call
 
 
 class Unreachable:
@@ -112,6 +114,16 @@ async def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> 
     (sizes,) = shard.sizes
     assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
     assert len(sizes) < 12  # each argument has its price, too
+
+
+def test_a_commit_is_as_cheap_to_pickle_as_can_be() -> None:
+    commit = packed(Commit(call("c", [1], [2]), epoch=7))
+    classes = [name for opcode, name, _ in pickletools.genops(pickle.dumps(commit)) if "GLOBAL" in opcode.name]
+    assert is_commit(commit)
+    assert not classes
+    assert unpacked(commit).epoch == 7
+    others = BeginCall(CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)), Resolve("r", ())
+    assert not any(map(is_commit, others))
 
 
 @pytest.mark.parametrize("shards", [0, -1, 1.5, "two", None])
