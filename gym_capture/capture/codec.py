@@ -34,6 +34,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
@@ -48,6 +49,7 @@ from gym_capture.capture.records import (
     CallRecord,
     Continues,
     EntrySuffix,
+    IdArray,
     LostCall,
     Parent,
     RecordProblem,
@@ -57,9 +59,8 @@ from gym_capture.capture.records import (
     Unresolved,
     WeightSpan,
     delivered_by,
-    suffix_of,
 )
-from gym_capture.capture.suffixes import StoredRecord, StoredRollout, complete, prompt_part, stored_form
+from gym_capture.capture.suffixes import StoredRecord, StoredRollout, complete, prompt_part, stored_form, suffix_part
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.reasons import ProblemReason
 
@@ -121,7 +122,15 @@ class EntryKey(NamedTuple):
 
 def encode_entry(record: StoredRecord) -> bytes:
     """The bytes of a record. Raises `RecordError`, naming the field, on content that is not JSON-shaped."""
-    prompt_offset, prompt_ids = prompt_part(record)
+    return _encode(record, *prompt_part(record))
+
+
+def encode_suffix(record: StoredRecord) -> bytes:
+    """The bytes of `suffix_of(record)`, which is not made for it. What stores keep."""
+    return _encode(record, *suffix_part(record))
+
+
+def _encode(record: StoredRecord, prompt_offset: int, prompt_ids: IdArray) -> bytes:
     arrays: list[list[object]] = []
     blobs: list[bytes] = []
     for (name, dtype), array in zip(_ARRAYS, (prompt_ids, *_read_other_arrays(record)), strict=True):
@@ -131,13 +140,13 @@ def encode_entry(record: StoredRecord) -> bytes:
             if array.dtype.kind not in _PLAIN_KINDS:
                 raise _error(record, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
             dtype = array.dtype.newbyteorder("<").str
-        arrays.append([name, dtype, list(array.shape)])
-        blobs.append(_padded(np.ascontiguousarray(array, dtype=dtype).tobytes(), b"\0"))
+        arrays.append([name, dtype, array.shape])
+        blobs.append(_padded(array.astype(dtype, copy=False).tobytes(), b"\0"))
 
     header: dict[str, object] = dict(zip(_ALWAYS_NAMES, _read_always(record), strict=True))
     if prompt_offset:
         header[_OFFSET] = prompt_offset
-    for name, to_json, value in zip(_OFTEN_NAMES, _OFTEN_TO_JSON, _read_often(record), strict=True):
+    for (name, to_json), value in zip(_WRITERS, _read_often(record), strict=True):
         # At its default it is left out: None where that is a value, else false or empty.
         if to_json is None:
             if value is not None:
@@ -154,11 +163,6 @@ def encode_entry(record: StoredRecord) -> bytes:
         raise _error(record, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
     sizes = _SIZES.pack(_MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes))
     return b"".join((sizes, _CREATED_AT.pack(record.created_at), _payload_digest(sizes, body), body))
-
-
-def encode_suffix(record: StoredRecord) -> bytes:
-    """The bytes of a record without the prompt ids that its parent's record holds. What stores keep."""
-    return encode_entry(suffix_of(record))
 
 
 def peek_entry(data: bytes) -> EntryKey:
@@ -195,7 +199,8 @@ def decode_entry(data: bytes) -> StoredRecord:
         for name, from_json in _READERS.items():
             if name in header:
                 header[name] = from_json(header[name])
-        made = parts({**header, **arrays, "output_items": tuple(items), "created_at": created_at})
+        header.update(arrays, output_items=tuple(items), created_at=created_at)
+        made = parts(header)
         if not prompt_offset:
             return TokenEntry(prompt_token_ids=prompt, **made)
         _check_offset(prompt_offset, made)
@@ -241,9 +246,7 @@ def _read_prefix(data: bytes) -> tuple[int, int, float, bytes]:
 def _read_arrays(data: bytes, specs: list[list[Any]], *, offset: int) -> dict[str, npt.NDArray[Any]]:
     arrays: dict[str, npt.NDArray[Any]] = {}
     for name, dtype_name, shape in specs:
-        dtype = np.dtype(dtype_name)
-        if dtype.kind not in _PLAIN_KINDS:
-            raise ValueError(f"array {name} has dtype {dtype_name}")
+        dtype = _plain_dtype(dtype_name)
         if name not in _ARRAY_NAMES:
             _refuse_unknown({name}, what="an encoded entry")
         count = 1
@@ -256,6 +259,14 @@ def _read_arrays(data: bytes, specs: list[list[Any]], *, offset: int) -> dict[st
     if offset != len(data):
         raise ValueError(f"arrays end at byte {offset}, expected {len(data)}")
     return arrays
+
+
+@lru_cache(maxsize=64)
+def _plain_dtype(name: str) -> np.dtype[Any]:
+    dtype = np.dtype(name)
+    if dtype.kind not in _PLAIN_KINDS:
+        raise ValueError(f"an array has dtype {name}")
+    return dtype
 
 
 def _parent_to_json(parent: Parent) -> list[object]:
@@ -302,8 +313,7 @@ _FROM_JSON: Final[Mapping[Kind, Callable[[Any], object]]] = {
     Kind.NAMES: tuple,
     Kind.RULES_BY_KEY: dict,
 }
-_OFTEN_NAMES: Final = tuple(field.name for field in _OFTEN)
-_OFTEN_TO_JSON: Final = tuple(_TO_JSON.get(field.kind) for field in _OFTEN)
+_WRITERS: Final = tuple((field.name, _TO_JSON.get(field.kind)) for field in _OFTEN)
 _READERS: Final = {field.name: _FROM_JSON[field.kind] for field in _HEADER if field.kind in _FROM_JSON}
 
 

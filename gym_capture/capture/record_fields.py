@@ -108,11 +108,7 @@ _GROUPS: Final[Mapping[str, type[Any]]] = {
 }
 _PLACES: Final = {field.name: field.path.rpartition(".")[::2] for field in FIELDS}
 """By name: the part of a record that has the field, or nothing, and what it is called there."""
-_GROUPED: Final = tuple(
-    (group, make, tuple((name, attribute) for name, (part, attribute) in _PLACES.items() if part == group))
-    for group, make in _GROUPS.items()
-)
-_IN_GROUPS: Final = frozenset(name for name, (group, _) in _PLACES.items() if group)
+_IN_GROUPS: Final = {name: place for name, place in _PLACES.items() if place[0]}
 
 
 def of_kinds(*kinds: Kind) -> tuple[RecordField, ...]:
@@ -129,11 +125,20 @@ def parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is no field is passed on; the constructor refuses what it does not know.
     """
-    made = {name: value for name, value in values.items() if name not in _IN_GROUPS}
-    for group, make, names in _GROUPED:
-        attributes = {attribute: values[name] for name, attribute in names if name in values}
-        if attributes:
-            made[group] = make(**attributes)
+    made: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        place = _IN_GROUPS.get(name)
+        if place is None:
+            made[name] = value
+        else:
+            group, attribute = place
+            if group in groups:
+                groups[group][attribute] = value
+            else:
+                groups[group] = {attribute: value}
+    for group, attributes in groups.items():
+        made[group] = _GROUPS[group](**attributes)
     return made
 
 

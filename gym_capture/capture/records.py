@@ -213,12 +213,10 @@ class CallRecord:
                 f"must align with generation_token_ids: got {log_probs.size}, expected {generated}",
             )
         if log_probs.size:
-            # The sum tells in one look; where finite ones add up to more than a float32 holds, a second one does.
-            with np.errstate(over="ignore", invalid="ignore"):
-                total = np.add.reduce(log_probs)
-            if not math.isfinite(total) and not np.isfinite(log_probs).all():
+            # A NaN is both the highest and the lowest. `argmax` costs a third of what `max` does.
+            highest, lowest = log_probs[log_probs.argmax()], log_probs[log_probs.argmin()]
+            if not (math.isfinite(highest) and math.isfinite(lowest)):
                 raise self._error("generation_log_probs", "must be finite")
-            highest = np.maximum.reduce(log_probs)
             if highest > LOG_PROB_ROUNDING:
                 raise self._error("generation_log_probs", f"must not be above 0: got {highest}")
         log_probs = _frozen(log_probs)
@@ -451,7 +449,7 @@ def as_ids(value: npt.ArrayLike) -> IdArray:
         raise ValueError(f"must be integers: got dtype {raw.dtype}")
     if ids.ndim != 1:
         raise ValueError(f"must be a vector: got shape {ids.shape}")
-    if ids.size and np.minimum.reduce(ids) < 0:
+    if ids.size and ids[ids.argmin()] < 0:  # a third of what `min` costs
         raise ValueError("must be ids in [0, 2**31)")
     return _frozen(ids if ids.flags.c_contiguous else np.ascontiguousarray(ids))
 

@@ -85,9 +85,20 @@ def prompt_part(record: CallRecord) -> tuple[int, IdArray]:
     raise TypeError(f"neither whole nor a suffix: {type(record).__name__}")
 
 
+def suffix_part(record: CallRecord) -> tuple[int, IdArray]:
+    """`prompt_part` of the record's suffix, without making that."""
+    offset, ids = prompt_part(record)
+    if not offset and isinstance(record.parent, Continues) and record.parent.cum_len > 0:
+        offset = record.parent.cum_len
+        ids = ids[offset:]
+    return offset, ids
+
+
 def begins_alike(a: IdArray, b: IdArray) -> bool:
     """Whether the ids of two records, which are contiguous, begin at the same place in memory: then the shorter are the
     beginning of the longer."""
+    if (a if a.base is None else a.base) is not (b if b.base is None else b.base):
+        return False  # the cheaper look, which settles most
     return np.may_share_memory(a[:1], b[:1])  # of single ids that says neither too much nor too little
 
 

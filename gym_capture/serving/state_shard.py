@@ -47,7 +47,7 @@ from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
-from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, unpacked
+from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, is_commit, unpacked
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
 
@@ -163,15 +163,15 @@ class StateShard:
         """
         hosted = await self._opened()
         requests = [request for part in parts for request in part]
-        commits = [request for request in requests if isinstance(request, CommitBytes)]
-        others = [request for request in requests if not isinstance(request, CommitBytes)]
+        commits = [request for request in requests if is_commit(request)]
+        others = [request for request in requests if not is_commit(request)]
         if not others:
             return await hosted.commit_all(commits)
         of_commits, of_others = await asyncio.gather(
             hosted.commit_all(commits), asyncio.gather(*(_answer(hosted.answer, request) for request in others))
         )
         answers = iter(of_commits), iter(of_others)
-        return [next(answers[not isinstance(request, CommitBytes)]) for request in requests]
+        return [next(answers[not is_commit(request)]) for request in requests]
 
     async def freeze(self, rollout_id: str) -> bytes:
         self._tally.counts["freezes"] += 1
@@ -265,7 +265,7 @@ class _Hosted:
                 return resolution
             case Begin(intent):
                 return (await self.begin(BeginCall(intent))).epoch
-            case CommitBytes() | Commit():
+            case Commit() | tuple():
                 raise RecordError("a record travels as bytes, to `commit_all`", field="entry")
             case _:
                 return await self.write(request)

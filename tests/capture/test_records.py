@@ -55,13 +55,18 @@ def test_what_passes_for_a_number_is_none(field: str, value: Any) -> None:
     assert (refused.value.field, refused.value.call_id) == (field, "a")
 
 
-@pytest.mark.parametrize("wrong", [7.0, 0.002, float("inf"), float("nan"), -1e300])
+@pytest.mark.parametrize("wrong", [7.0, 0.002, float("inf"), float("-inf"), float("nan"), -1e300])
 @pytest.mark.parametrize("make", [list, np.array, lambda values: np.array(values, np.float32)])
 @pytest.mark.filterwarnings("ignore:overflow encountered in cast")
 def test_a_log_probability_is_finite_and_not_above_0(wrong: float, make: Any) -> None:
     with pytest.raises(RecordError, match=r"must be finite|must not be above 0") as refused:
         entry(generation_log_probs=make([-0.5, wrong]))
     assert refused.value.field == "generation_log_probs"
+
+
+def test_a_log_probability_may_be_as_low_as_a_number_can_be() -> None:
+    lowest = float(np.finfo(np.float32).min)
+    assert entry(generation_log_probs=[lowest, -1.0]).generation_log_probs.tolist() == [lowest, -1.0]
 
 
 def test_rounding_may_take_a_log_probability_above_0() -> None:

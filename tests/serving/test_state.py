@@ -17,7 +17,7 @@ from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
 from gym_capture.serving.state import StateClient
-from gym_capture.serving.state_messages import BeginCall, CommitBytes, Request
+from gym_capture.serving.state_messages import BeginCall, Request
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
@@ -103,9 +103,9 @@ async def test_a_wrong_type_fails_its_own_caller_and_nobody_else(tmp_path: Path,
         state.write(MarkDelivery("r1", cast(str, ["a"]), delivered=True, epoch=epoch)),
         state.begin(CallIntent(rollout_id="r1", model_call_id="b", created_at=cast(float, "noon")), ()),
         state.begin(CallIntent(rollout_id="r1", model_call_id=cast(str, 7), created_at=1.0), ()),
-        state._send("r1", CommitBytes(cast(bytes, 5), epoch)),
-        state._send("r1", CommitBytes(b"not a record", epoch)),
-        state._send("r1", CommitBytes(encode_suffix(entry)[:-8], epoch)),
+        state._send("r1", (cast(bytes, 5), epoch)),
+        state._send("r1", (b"not a record", epoch)),
+        state._send("r1", (encode_suffix(entry)[:-8], epoch)),
         state._send("r1", Commit(entry, epoch=epoch)),
         state._send("r1", cast(Request, ("no", "such", "request"))),
         state._send("r1", BeginCall(cast(CallIntent, "a"))),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import pickletools
 from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import Any, cast
@@ -11,12 +12,13 @@ from typing import Any, cast
 import pytest
 from ray.actor import ActorHandle
 
-from gym_capture.capture.operations import Begin, Clear, MarkIncomplete
+from gym_capture.capture.operations import Begin, Clear, Commit, MarkIncomplete
 from gym_capture.capture.records import CallIntent
 from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.serving.state import StateClient, start_shards
-from gym_capture.serving.state_messages import BeginCall, CommitBytes
+from gym_capture.serving.state_messages import BeginCall, Resolve, is_commit, packed, unpacked
 from gym_capture.stores.log import LogStore
+from tests.calls import call
 
 
 class Unreachable:
@@ -104,14 +106,24 @@ async def test_a_batch_travels_with_its_call_and_not_over_the_object_store() -> 
     state = StateClient([cast(ActorHandle[Any], shard)])
     intent = CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)
     keys = [tuple(f"{number:064}" for number in range(first, first + 100)) for first in range(40)]
-    records = [state._send("r", CommitBytes(b"x" * 5_000, number)) for number in range(40)]
+    records = [state._send("r", (b"x" * 5_000, number)) for number in range(40)]
     begins = [state._send("r", BeginCall(intent, of_one)) for of_one in keys]
-    large = [state._send("r", CommitBytes(b"x" * 300_000, number)) for number in range(2)]
+    large = [state._send("r", (b"x" * 300_000, number)) for number in range(2)]
     answers = await asyncio.gather(*records, *large, *begins)
     assert answers == [*range(40), *range(2), *keys]
     (sizes,) = shard.sizes
     assert len([size for size in sizes if size > MAX_INLINE_BYTES]) == len(large)
     assert len(sizes) < 12  # each argument has its price, too
+
+
+def test_a_commit_is_as_cheap_to_pickle_as_can_be() -> None:
+    commit = packed(Commit(call("c", [1], [2]), epoch=7))
+    classes = [name for opcode, name, _ in pickletools.genops(pickle.dumps(commit)) if "GLOBAL" in opcode.name]
+    assert is_commit(commit)
+    assert not classes
+    assert unpacked(commit).epoch == 7
+    others = BeginCall(CallIntent(rollout_id="r", model_call_id="c", created_at=1.0)), Resolve("r", ())
+    assert not any(map(is_commit, others))
 
 
 @pytest.mark.parametrize("shards", [0, -1, 1.5, "two", None])
