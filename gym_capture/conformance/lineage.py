@@ -15,7 +15,7 @@ from typing import Final, Protocol, TypeAlias
 
 import numpy as np
 
-from gym_capture.capture.operations import Clear, Commit, Drop
+from gym_capture.capture.operations import Clear, Close, Commit, Drop
 from gym_capture.capture.protocols import LineageStore, Resolution, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Continues, Root, TokenEntry, Unresolved, suffix_of
@@ -171,7 +171,7 @@ async def refused_put_changes_nothing(store: StoreWithLineage) -> None:
 
 
 async def earlier_attempts_are_forgotten(store: StoreWithLineage) -> None:
-    """A call that was cleared or dropped is no parent of the next attempt's calls."""
+    """A call that was cleared, dropped or closed is no parent of the next attempt's calls."""
     old, _ = await run_call(store, "r", "old")
     await store.write(Clear("r"))
     _expect_unresolved(await store.resolve("r", _keys(old)), "after clear")
@@ -181,6 +181,9 @@ async def earlier_attempts_are_forgotten(store: StoreWithLineage) -> None:
     snapshot = await store.freeze("r")
     await store.write(Drop("r", snapshot.snapshot_id, snapshot.version))
     _expect_unresolved(await store.resolve("r", _keys(new)), "after drop")
+    closed, _ = await run_call(store, "closed", "c")
+    await store.write(Close("closed"))
+    _expect_unresolved(await store.resolve("closed", _keys(closed)), "after close")
 
 
 # --- when --------------------------------------------------------------------------------------------------------

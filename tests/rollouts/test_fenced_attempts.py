@@ -149,7 +149,9 @@ async def test_RJ_02_an_agent_that_outlives_its_attempt_is_refused_and_never_tra
         return Completed("0.25", n_calls=2)
 
     async with served(template) as server:
-        # Time enough for a call on a machine that has other things to do.
+        before = Endpoint(f"{server.url}/ng-rollout/before/v1", KEYS.rollout_token("before"))
+        assert await Agent(before).ask() == 200
+        # Time enough for calls, of which the first took longer.
         summary = await server.play(play, tmp_path, rollout_timeout_s=3.0, close_timeout_s=0.05, max_attempts=2)
         (row,) = summary.rows
         assert statuses == [409, 409]
@@ -160,7 +162,7 @@ async def test_RJ_02_an_agent_that_outlives_its_attempt_is_refused_and_never_tra
         built = build(snapshot)
         assert (built.masked, built.counts.n_calls, len(built.trajectories)) == (False, 2, 1)
         assert {entry.rollout_id for entry in snapshot.entries} == {row.rollout_id}
-        assert len(server.replica.engine.calls) == 3, "a refused call costs no compute"
+        assert len(server.replica.engine.calls) == 1 + 3, "a refused call costs no compute"
 
 
 async def test_RJ_02_a_call_under_way_ends_with_its_attempt(template: HfChatTemplate, tmp_path: Path) -> None:

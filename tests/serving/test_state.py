@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from gym_capture.capture.codec import encode_suffix
-from gym_capture.capture.operations import Abandon, Begin, Commit, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import Abandon, Begin, Close, Commit, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.capture.protocols import LineageStore, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
@@ -249,6 +249,27 @@ STORES: list[Unreadable] = []
 async def open_unreadable(**_: object) -> Unreadable:
     STORES.append(Unreadable())
     return STORES[-1]
+
+
+async def test_a_closed_rollout_is_forgotten_by_lineage_too_and_stays_closed_when_its_actor_restarts(
+    tmp_path: Path,
+) -> None:
+    actor = LocalActor(lambda: shard(tmp_path))
+    state = client_of(actor)
+    begun = await state.begin(intent("a"), [])
+    await begun.sink.put(call("a", [1, 2], [3], parent=Root(), turn_key="k"))
+    for name in ("r1", "unheard"):
+        await state.write(Close(name))
+    for _ in range(2):
+        assert not isinstance(await state.resolve("r1", ["k"]), Resolved)
+        for name in ("r1", "unheard"):
+            with pytest.raises(RetiredRolloutError):
+                await state.begin(intent("late", name), ["k"])
+        with pytest.raises(RetiredRolloutError):
+            await begun.sink.put(call("b", [1, 2, 3], [4], parent=Root()))
+        stats = await state.stats()
+        assert (stats.live_rollouts, stats.lineage_rollouts) == (0, 0)
+        await actor.restart()
 
 
 async def test_a_call_that_cannot_be_resolved_has_not_begun(tmp_path: Path) -> None:
