@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
@@ -40,6 +40,26 @@ class Outcome(NamedTuple):
     """What went wrong afterwards, in the tear-down."""
 
 
+Play: TypeAlias = Callable[[str, Task], Awaitable[Outcome]]
+"""Plays one attempt at a rollout, by its id."""
+
+
+class AttemptRunner(Protocol):
+    """What plays the attempts of a job: this process (`Attempts`), or others on a cluster (`on_ray`)."""
+
+    async def place(self) -> Play:
+        """Returns once there is room for one more attempt; the attempt that is then played takes it.
+
+        Raises `ConfigError` if there never will be.
+        """
+        ...
+
+    @property
+    def left_running(self) -> int:
+        """Agents and environments that go on although they were cancelled."""
+        ...
+
+
 class _Stage:
     """How far an attempt has come."""
 
@@ -62,6 +82,13 @@ class Attempts:
     patience: Patience
     rollout_timeout_s: float
     close_timeout_s: float
+
+    @property
+    def left_running(self) -> int:
+        return self.patience.left_running
+
+    async def place(self) -> Play:
+        return self.play
 
     async def play(self, rollout_id: str, task: Task) -> Outcome:
         stage = _Stage()
