@@ -69,7 +69,7 @@ class _Worker:
             rollout_timeout_s=limits.rollout_timeout_s,
             close_timeout_s=limits.close_timeout_s,
         )
-        return _Opened(ray.util.get_node_ip_address(), mark.exists())
+        return _Opened(ray.util.get_node_ip_address(), await asyncio.to_thread(mark.exists))
 
     async def play(self, endpoint: Endpoint, rollout_id: str, task: Task) -> Outcome:
         return await replace(self._attempts, endpoint=lambda _: endpoint).play(rollout_id, task)
@@ -270,7 +270,9 @@ class RayRunner:
     def _no_room(self) -> str:
         options = self._job.ray
         asked = [f"{options.num_cpus:g} CPUs", *(f"{amount:g} {name}" for name, amount in options.resources.items())]
-        return f"the cluster has had no room for a worker yet: each asks a node for {', '.join(asked)} (`ray` of the job)"
+        return (
+            f"the cluster has had no room for a worker yet: each asks a node for {', '.join(asked)} (`ray` of the job)"
+        )
 
 
 @asynccontextmanager

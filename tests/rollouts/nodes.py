@@ -31,12 +31,33 @@ class Nodes:
         self.cluster.wait_for_nodes()
         return node
 
+    def address(self) -> str:
+        """Of the dashboard."""
+        return f"http://{self.cluster.webui_url}"
+
+    def workers(self) -> list[psutil.Process]:
+        """The processes that play rollouts."""
+        raylets = [_raylet(node) for node in self.cluster.list_all_nodes()]
+        every = [process for raylet in raylets for process in raylet.children(recursive=True)]
+        return [process for process in every if "ray::_Worker" in _title(process)]
+
     def lose(self, node: Node) -> None:
         """At once, with every process on it."""
-        raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+        raylet = _raylet(node)
         for process in (*raylet.children(recursive=True), raylet):
             process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
+
+
+def _raylet(node: Node) -> psutil.Process:
+    return psutil.Process(node.all_processes["raylet"][0].process.pid)
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
 
 
 @contextmanager

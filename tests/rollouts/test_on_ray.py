@@ -4,30 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import ray
 
 from gym_capture.auth import Keyring
-from gym_capture.errors import ConfigError
-from gym_capture.rollouts.attempt import Scored
-from gym_capture.rollouts.environment import Observation, Register, Score, Task
-from gym_capture.rollouts.harness import Failed
 from gym_capture.rollouts.job import JobRun, JobSummary
 from gym_capture.rollouts.jobfile import JobFile, tasks_of
 from gym_capture.rollouts.ledger import FailureRow
 from gym_capture.rollouts.on_graph import endpoints
 from gym_capture.rollouts.on_ray import RayRunner, on_ray
 from tests.rollouts.nodes import Nodes, nodes
-from tests.rollouts.scripted_server import Call, Server, serving, solve
+from tests.rollouts.scripted_server import Call, serving, solve
 
 KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
 
@@ -130,25 +123,111 @@ async def test_a_thousand_rollouts_are_under_way_at_a_time(cluster: Nodes, tmp_p
         ray={"rollouts_per_worker": 500, "num_cpus": 0.1},
     )
     policy = Whereabouts(asyncio.Event(), asyncio.Event(), wanted=1000)
-    memory: list[int] = []
     async with serving(policy) as server, asyncio.timeout(240), running(job, server.url) as runner:
-        before = _memory()
         playing = asyncio.create_task(run(job, runner))
         await policy.arrived.wait()
-        memory.append(_memory() - before)
+        used = sum(worker.memory_info().rss for worker in cluster.workers())
         policy.go.set()
         summary = await playing
     assert (len(summary.rows), summary.failed, summary.failures) == (1000, 0, Counter())
     assert sum(row.reward or 0 for row in summary.rows) == pytest.approx(1000)
-    assert memory[0] < 600 << 20, "two workers, the job and the server: less than a megabyte a rollout"
+    assert 0 < used < 1 << 30, "of two workers"
 
 
-def _memory() -> int:
-    """Of this process and of all workers."""
-    own = psutil.Process()
-    workers = [process for process in psutil.process_iter(["cmdline"]) if _is_ours(process)]
-    return sum(process.memory_info().rss for process in (own, *workers))
+# --- what a worker starts, and how it ends ----------------------------------------------------------------------------
+
+PROGRAM = """
+    import os, pathlib, subprocess, sys, time
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True)
+    pathlib.Path(sys.argv[1], str(os.getpid())).write_text(str(child.pid))
+    time.sleep(1000)
+"""
 
 
-def _is_ours(process: psutil.Process) -> bool:
-    return any(word.startswith("ray::_Worker") for word in process.info["cmdline"] or ())
+async def test_a_job_that_is_interrupted_kills_what_its_workers_started(cluster: Nodes, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    pids.mkdir()
+    words = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(pids)]
+    job = a_job(tmp_path / "job", samples=3, tasks={"count": 1}, harness={"name": "command", "command": words})
+    async with serving(solve) as server, asyncio.timeout(120), running(job, server.url) as runner:
+        playing = asyncio.create_task(run(job, runner))
+        while len(started := [path for path in pids.iterdir() if path.read_text()]) < 3:
+            await asyncio.sleep(0.05)
+        processes = [psutil.Process(int(pid)) for path in started for pid in (path.name, path.read_text())]
+        (worker,) = cluster.workers()
+        playing.cancel()
+        await asyncio.wait({playing})
+        assert playing.cancelled()
+        assert [process.pid for process in processes if process.is_running()] == []
+        assert worker.is_running(), "it was the rollouts that were ended"
+    psutil.wait_procs([worker], timeout=30)
+    assert not worker.is_running()
+    assert (job.out / "rollouts.jsonl").read_bytes() == b""
+    assert not list(job.out.glob("seen-*"))
+
+
+class Blocks(Register):
+    """Holds up its whole process, but for its first task."""
+
+    async def reset(self, task: Task) -> Observation:
+        if not task.task_id.endswith("-0"):
+            time.sleep(1000)
+        return await super().reset(task)
+
+
+async def test_a_worker_that_does_not_answer_is_killed(
+    cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gym_capture.rollouts.on_ray._ANSWER_S", 0.2)
+    job = a_job(
+        tmp_path / "job",
+        samples=1,
+        tasks={"count": 2},
+        environment={"name": f"{__name__}:Blocks"},
+        limits={"concurrency": 1, "max_attempts": 2, "rollout_timeout_s": 2, "close_timeout_s": 0.2},
+    )
+    async with serving(solve) as server, asyncio.timeout(120):
+        summary = await play(job, server.url)
+    assert [(row.status, row.error, row.attempts) for row in summary.rows] == [
+        ("finished", None, 1),
+        ("failed", "rollout_timeout", 2),
+    ]
+    assert "its worker did not answer: it was killed" in (summary.rows[1].detail or "")
+
+
+def not_installed() -> Harness:
+    raise ConfigError("the agent is not installed")
+
+
+async def test_what_a_worker_cannot_make_ends_the_job_before_anything_is_played(cluster: Nodes, tmp_path: Path) -> None:
+    job = a_job(tmp_path / "job", harness={"name": f"{__name__}:not_installed"})
+    with pytest.raises(ConfigError, match="the agent is not installed"):
+        async with asyncio.timeout(120):
+            await play(job, "http://127.0.0.1:9")
+
+
+async def test_workers_go_where_the_resources_are_that_they_ask_for(
+    cluster: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("gym_capture.rollouts.on_ray._NO_ROOM_AFTER_S", 0.1)
+    job = a_job(tmp_path / "job", samples=2, ray={"num_cpus": 0.5, "resources": {"sandbox": 1}})
+    said = asyncio.Event()
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        said.set()
+
+    async with (
+        serving(solve) as server,
+        asyncio.timeout(120),
+        on_ray(job, endpoint=endpoints(server.url, None), clear=nothing_to_clear, note=note) as runner,
+    ):
+        playing = asyncio.create_task(run(job, runner))
+        await said.wait()
+        assert "no room for a worker yet: each asks a node for 0.5 CPUs, 1 sandbox" in notes[0]
+        assert not playing.done()
+        node = await asyncio.to_thread(cluster.add, resources={"sandbox": 1})
+        summary = await playing
+    await asyncio.to_thread(cluster.lose, node)
+    assert (len(summary.rows), summary.failed) == (8, 0)
