@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -80,3 +81,9 @@ def nodes(*, dashboard: bool = False) -> Iterator[Nodes]:
             ray.shutdown()
             cluster.shutdown()
             shutil.rmtree(folder, ignore_errors=True)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Waits for something of another process's."""
+    while not holds():  # noqa: ASYNC110
+        await asyncio.sleep(0.05)

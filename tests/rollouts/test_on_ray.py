@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
+import textwrap
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,12 +17,15 @@ import psutil
 import pytest
 
 from gym_capture.auth import Keyring
+from gym_capture.errors import ConfigError
+from gym_capture.rollouts.environment import Observation, Register, Task
+from gym_capture.rollouts.harness import Harness
 from gym_capture.rollouts.job import JobRun, JobSummary
 from gym_capture.rollouts.jobfile import JobFile, tasks_of
 from gym_capture.rollouts.ledger import FailureRow
 from gym_capture.rollouts.on_graph import endpoints
 from gym_capture.rollouts.on_ray import RayRunner, on_ray
-from tests.rollouts.nodes import Nodes, nodes
+from tests.rollouts.nodes import Nodes, nodes, until
 from tests.rollouts.scripted_server import Call, serving, solve
 
 KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
@@ -151,9 +157,8 @@ async def test_a_job_that_is_interrupted_kills_what_its_workers_started(cluster:
     job = a_job(tmp_path / "job", samples=3, tasks={"count": 1}, harness={"name": "command", "command": words})
     async with serving(solve) as server, asyncio.timeout(120), running(job, server.url) as runner:
         playing = asyncio.create_task(run(job, runner))
-        while len(started := [path for path in pids.iterdir() if path.read_text()]) < 3:
-            await asyncio.sleep(0.05)
-        processes = [psutil.Process(int(pid)) for path in started for pid in (path.name, path.read_text())]
+        await until(lambda: sum(bool(path.read_text()) for path in pids.iterdir()) == 3)
+        processes = [psutil.Process(int(pid)) for path in pids.iterdir() for pid in (path.name, path.read_text())]
         (worker,) = cluster.workers()
         playing.cancel()
         await asyncio.wait({playing})

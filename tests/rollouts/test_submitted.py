@@ -15,7 +15,7 @@ from ray.job_submission import JobSubmissionClient
 
 from gym_capture import cli
 from gym_capture.serving.state import start_shards
-from tests.rollouts.nodes import NAMESPACE, Nodes, nodes
+from tests.rollouts.nodes import NAMESPACE, Nodes, nodes, until
 from tests.rollouts.scripted_server import Call, serving, solve
 
 
@@ -56,9 +56,11 @@ class Commands:
         return found
 
     async def over(self, job_id: str) -> dict[str, Any]:
-        while (found := await self.state(job_id))["state"] in ("PENDING", "RUNNING"):
+        while True:
+            found = await self.state(job_id)
+            if found["state"] not in ("PENDING", "RUNNING"):
+                return found
             await asyncio.sleep(0.3)
-        return found
 
 
 def _code_of(words: list[str]) -> int:
@@ -102,8 +104,7 @@ async def test_RJ_01_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_s
         tasks.unlink()  # they have travelled
         await two_wait.wait()
         rows = out / "rollouts.jsonl"
-        while rows.read_bytes().count(b"\n") < 2:
-            await asyncio.sleep(0.05)
+        await until(lambda: rows.read_bytes().count(b"\n") == 2)
 
         found = await command.state(job_id)
         assert (found["state"], found["out"], found["env"]) == ("RUNNING", str(out), ["CREDENTIAL"])
