@@ -89,7 +89,7 @@ class Whereabouts:
         return await solve(call)
 
 
-async def test_ST_12_rollouts_of_a_lost_node_are_played_again_elsewhere(cluster: Nodes, tmp_path: Path) -> None:
+async def test_rollouts_of_a_lost_node_are_played_again_elsewhere(cluster: Nodes, tmp_path: Path) -> None:
     node = cluster.add()
     job = a_job(
         tmp_path / "job",
@@ -176,7 +176,7 @@ class Blocks(Register):
 
     async def reset(self, task: Task) -> Observation:
         if not task.task_id.endswith("-0"):
-            time.sleep(1000)
+            time.sleep(1000)  # noqa: ASYNC251
         return await super().reset(task)
 
 

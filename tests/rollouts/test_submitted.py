@@ -69,7 +69,7 @@ def _code_of(words: list[str]) -> int:
     return int(stop.value.code or 0)
 
 
-async def test_RJ_01_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitted_again(
+async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitted_again(
     cluster: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CREDENTIAL", "do-not-tell")
