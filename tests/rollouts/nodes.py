@@ -72,7 +72,8 @@ def nodes(*, dashboard: bool = False) -> Iterator[Nodes]:
         environment.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
         head = {"num_cpus": 1, "gcs_server_port": free_port(), "include_dashboard": dashboard}
         if dashboard:
-            head["dashboard_port"] = free_port()
+            # Not that of another cluster: an agent that does not get its port takes no jobs.
+            head |= {"dashboard_port": free_port(), "dashboard_agent_listen_port": free_port()}
         cluster = Cluster(initialize_head=True, head_node_args=head)
         try:
             ray.init(address=cluster.address, namespace=NAMESPACE, log_to_driver=False, logging_level="error")

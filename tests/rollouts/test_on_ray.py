@@ -9,7 +9,7 @@ import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -150,14 +150,28 @@ PROGRAM = """
 """
 
 
+class Plain(Register):
+    """Without tools, as programs have their own."""
+
+    async def reset(self, task: Task) -> Observation:
+        return replace(await super().reset(task), tools=())
+
+
 async def test_a_job_that_is_interrupted_kills_what_its_workers_started(cluster: Nodes, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     pids.mkdir()
     words = [sys.executable, "-c", textwrap.dedent(PROGRAM), str(pids)]
-    job = a_job(tmp_path / "job", samples=3, tasks={"count": 1}, harness={"name": "command", "command": words})
+    job = a_job(
+        tmp_path / "job",
+        samples=3,
+        tasks={"count": 1},
+        environment={"name": f"{__name__}:Plain"},
+        harness={"name": "command", "command": words},
+    )
     async with serving(solve) as server, asyncio.timeout(120), running(job, server.url) as runner:
         playing = asyncio.create_task(run(job, runner))
-        await until(lambda: sum(bool(path.read_text()) for path in pids.iterdir()) == 3)
+        await until(lambda: playing.done() or sum(bool(path.read_text()) for path in pids.iterdir()) == 3)
+        assert not playing.done(), failures_of(job.out)
         processes = [psutil.Process(int(pid)) for path in pids.iterdir() for pid in (path.name, path.read_text())]
         (worker,) = cluster.workers()
         playing.cancel()
@@ -232,7 +246,7 @@ async def test_workers_go_where_the_resources_are_that_they_ask_for(
         await said.wait()
         assert "no room for a worker yet: each asks a node for 0.5 CPUs, 1 sandbox" in notes[0]
         assert not playing.done()
-        node = await asyncio.to_thread(cluster.add, resources={"sandbox": 1})
+        node = cluster.add(resources={"sandbox": 1})  # in this thread, as Ray wants it
         summary = await playing
     await asyncio.to_thread(cluster.lose, node)
     assert (len(summary.rows), summary.failed) == (8, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,22 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         start_shards(
             namespace=NAMESPACE, shards=1, store="gym_capture.stores.log:open_log", store_kwargs={}, directory=records
         )
+        _take_jobs(JobSubmissionClient(started.address()))
         yield started
+
+
+def _take_jobs(client: JobSubmissionClient) -> None:
+    """Waits for the agents of a dashboard: a cluster starts without them."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            client.submit_job(entrypoint="true")
+        except RuntimeError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+        else:
+            return
 
 
 @pytest.fixture(autouse=True)
