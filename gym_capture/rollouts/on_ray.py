@@ -248,8 +248,8 @@ class RayRunner:
             else:
                 self._lost_in_a_row = 0
                 self._say_where(opened)
+                self._open.append(_Place(actor))  # at once: `close` ends what is in there
                 async with self._changed:
-                    self._open.append(_Place(actor))
                     self._changed.notify_all()
                 return
 

@@ -250,3 +250,15 @@ async def test_workers_go_where_the_resources_are_that_they_ask_for(
         summary = await playing
     await asyncio.to_thread(cluster.lose, node)
     assert (len(summary.rows), summary.failed) == (8, 0)
+
+
+async def test_a_directory_that_another_node_does_not_see_is_named(cluster: Nodes, tmp_path: Path) -> None:
+    job = a_job(tmp_path / "job", samples=1, tasks={"count": 1})
+    notes: list[str] = []
+    async with serving(solve) as server, asyncio.timeout(120), running(job, server.url, notes) as runner:
+        (mark,) = job.out.glob("seen-*")
+        mark.unlink()  # no worker has been asked for it yet
+        assert (await run(job, runner)).failed == 0
+    assert len(notes) == 1
+    assert notes[0].startswith(f"{job.out} is on node ")
+    assert notes[0].endswith("Name a directory on storage that all nodes share")
