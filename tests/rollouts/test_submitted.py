@@ -110,7 +110,7 @@ async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitt
             "out": "elsewhere",
             "endpoint": {"url": server.url, "namespace": NAMESPACE},
             "tasks": {"file": str(tasks)},
-            "limits": {"concurrency": 4},
+            "limits": {"concurrency": 4, "close_timeout_s": 1},
             "ray": {"num_cpus": 0.1},
         }
         file = tmp_path / "job.yaml"
