@@ -177,6 +177,7 @@ class RayRunner:
                     return Outcome(Failed(AttemptFailure.NOT_CLEARED, f"not cleared after {limit_s:g} s"), None)
             reference = place.actor.play.remote(self._endpoint(rollout_id), rollout_id, task)
             playing = asyncio.ensure_future(_reply(reference))
+            playing.add_done_callback(_looked_at)
             try:
                 await asyncio.wait({playing}, timeout=limit_s + self._tear_down_s)
             except asyncio.CancelledError:
@@ -294,6 +295,12 @@ async def on_ray(
 
 async def _reply(reference: Any) -> Any:
     return await reference
+
+
+def _looked_at(playing: asyncio.Future[Any]) -> None:
+    """Asyncio reports what was raised and nobody looked at, such as that a cancelled attempt was cancelled."""
+    if not playing.cancelled():
+        playing.exception()
 
 
 def _brief(error: BaseException) -> str:
