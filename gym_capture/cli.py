@@ -132,7 +132,9 @@ def _terminate_like_an_interrupt() -> Callable[[], bool]:
         received.append(number)
         signal.raise_signal(signal.SIGINT)
 
-    # A shell that starts a command in the background has it ignore interrupts; then neither signal would end it.
+    # A shell that starts a command in the background has it ignore interrupts, and Ray's jobs have them blocked; then
+    # neither signal would end it.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, handler)

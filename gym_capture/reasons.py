@@ -503,6 +503,11 @@ class AttemptFailure(Reason):
         "The remote agent replied that it failed (`error`, or status `failed` or `cancelled`).",
         "`detail` has its words; look into the service.",
     )
+    NODE_LOST = (
+        "node_lost",
+        "The process that played the attempt is gone: with its node, or killed, e.g. for want of memory.",
+        "It was tried again elsewhere. If workers go often, have them play fewer rollouts (`ray.rollouts_per_worker`).",
+    )
     BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
     FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")
 

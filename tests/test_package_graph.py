@@ -31,7 +31,7 @@ MAY_IMPORT: Final[Mapping[str, Set[str]]] = {
     "engines": {CORE, "capture", "splice"},
     "stores": {CORE, "capture"},
     "conformance": {CORE, "capture", "engines"},
-    "rollouts": {CORE},
+    "rollouts": {CORE, "cluster"},
     "data": {CORE, "capture", "lineage", "build", "cluster", "stores"},
     "serving": {CORE, "capture", "lineage", "splice", "cluster", "dialects", "engines", "stores"},
     "trainer_bridge": {CORE, "capture", "build", "data"},

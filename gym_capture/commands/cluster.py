@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 from gym_capture.errors import ConfigError
 
@@ -14,6 +16,7 @@ def join_cluster(address: str, *, namespace: str) -> None:
     """
     import ray
 
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="warning")
     except ConnectionError as error:
@@ -22,3 +25,6 @@ def join_cluster(address: str, *, namespace: str) -> None:
             f"no Ray cluster at {named!r}: {error}. Is it the cluster that serves? One that was started with a token "
             "(Ray keeps it in ~/.ray/auth_token) takes drivers with RAY_AUTH_MODE=token only"
         ) from None
+    # Ray exits at once; the command line unwinds (`cli`). Only the main thread has handlers, Ray's included.
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)

@@ -13,7 +13,9 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -25,6 +27,7 @@ from rich.markup import escape
 from gym_capture.auth import Keyring
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
+from gym_capture.commands.submitted import logs, status, stop, submit
 from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import look, read_job
@@ -32,16 +35,25 @@ from gym_capture.rollouts.ledger import look, read_job
 if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
     from gym_capture.rollouts.environment import Task
-    from gym_capture.rollouts.job import JobSummary
+    from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
     from gym_capture.rollouts.jobfile import JobFile
     from gym_capture.rollouts.progress import JobProgress
 
 app = typer.Typer(no_args_is_help=True)
+for command in (submit, status, logs, stop):
+    app.command()(command)
 
 _ANSWERS_WITHIN_S: Final = 10.0
 _SHOWN_IDS: Final = 3
 _RANDOM_PART: Final = "XXXXXXXX"
 _INTERRUPTED: Final = 130
+
+
+class On(StrEnum):
+    """Where rollouts are played."""
+
+    HERE = "here"
+    RAY = "ray"
 
 
 @app.callback()
@@ -64,6 +76,9 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Progress and result as lines of JSON on stdout.")] = False,
+    on: Annotated[
+        On, typer.Option(help="Play rollouts in this process, or in workers on the nodes of the Ray cluster.")
+    ] = On.HERE,
     url: Annotated[
         str | None, typer.Option(help="Where the graph is served: by default http://127.0.0.1:8000.")
     ] = None,
@@ -140,13 +155,13 @@ def run(
     options = [(key, value) for key, value in given.items() if value is not None]
     job = read_job_file(job_file, [*options, *map(overridden, set_ or ())])
     if dry_run:
-        for line in patience.run(_planned(job)):
+        for line in patience.run(_planned(job, on)):
             typer.echo(line)
         return
     console = Console(stderr=True)
     progress = JobProgress()
     try:
-        summary = patience.run(_play(job, progress, _view(console, as_json=as_json)))
+        summary = patience.run(_play(job, on, progress, _view(console, as_json=as_json), console))
     except KeyboardInterrupt:
         console.print(escape(interrupted(progress, job.out)), highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
@@ -155,14 +170,19 @@ def run(
         raise typer.Exit(1)
 
 
-async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
+async def _play(job: JobFile, on: On, progress: JobProgress, view: View, console: Console) -> JobSummary:
     from gym_capture.commands.rollout_view import watching
-    from gym_capture.rollouts.jobfile import prepare
+    from gym_capture.rollouts.jobfile import prepare, tasks_of
     from gym_capture.rollouts.on_graph import play_on_graph
 
     endpoint = job.endpoint
     keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
     options = job.options(job.job_id or _job_id(job.out))
+    if on is On.RAY:
+        tasks = tasks_of(job)
+        check_server(endpoint.url)
+        async with _on_ray(job, options, tasks, keyring, console) as run, watching(progress, view):
+            return await run.run(progress=progress)
     prepared = await prepare(job)
     check_server(endpoint.url)
     clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
@@ -182,7 +202,25 @@ async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
         )
 
 
-async def _planned(job: JobFile) -> Sequence[str]:
+@asynccontextmanager
+async def _on_ray(
+    job: JobFile, options: JobOptions, tasks: Sequence[Task], keyring: Keyring | None, console: Console
+) -> AsyncIterator[JobRun]:
+    """The job, with workers on the cluster."""
+    from gym_capture.rollouts.job import JobRun
+    from gym_capture.rollouts.on_graph import endpoints
+    from gym_capture.rollouts.on_ray import on_ray
+
+    def note(text: str) -> None:
+        console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+    clear, close = _fencing(job.endpoint.ray_address, job.endpoint.namespace)
+    endpoint = endpoints(job.endpoint.url, keyring)
+    async with on_ray(job, endpoint=endpoint, clear=clear, close=close, note=note) as attempts:
+        yield JobRun(tasks=tasks, options=options, attempts=attempts, settings=job.settings, directory=job.out)
+
+
+async def _planned(job: JobFile, on: On) -> Sequence[str]:
     """What a job would play. Raises `ConfigError` for what could not be played."""
     from gym_capture.rollouts.job import identity, rollouts_of
     from gym_capture.rollouts.jobfile import prepare
@@ -212,7 +250,13 @@ async def _planned(job: JobFile) -> Sequence[str]:
         f"environment  {_named(job.settings['environment'])}",
         f"harness      {_named(job.settings['harness'])}",
         f"limits       {', '.join(f'{key} {value:g}' for key, value in job.limits.model_dump().items())}",
+        *([] if on is On.HERE else [f"workers      {_workers(job)}"]),
     ]
+
+
+def _workers(job: JobFile) -> str:
+    asks = [f"{job.ray.num_cpus:g} CPUs", *(f"{amount:g} {name}" for name, amount in job.ray.resources.items())]
+    return f"{job.ray.rollouts_per_worker} rollouts each at a time, {', '.join(asks)}, spread over the cluster"
 
 
 def _source(job: JobFile, tasks: Sequence[Task]) -> str:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
@@ -45,6 +45,43 @@ class Outcome(NamedTuple):
     """What went wrong afterwards, in the tear-down."""
 
 
+class Play(Protocol):
+    """Plays one attempt."""
+
+    def __call__(self, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Awaitable[Outcome]:
+        """`rollout_id` is the attempt's own; `supersedes`, those of the attempts at the same rollout before it."""
+        ...
+
+
+class AttemptRunner(Protocol):
+    """What plays the attempts of a job: this process (`Attempts`), or others on a cluster (`on_ray`)."""
+
+    async def place(self) -> Play:
+        """Returns once there is room for one more attempt; the attempt that is then played takes it.
+
+        Raises `ConfigError` if there never will be.
+        """
+        ...
+
+    @property
+    def left_running(self) -> int:
+        """Agents and environments that go on although they were cancelled."""
+        ...
+
+
+async def make_ready(
+    rollout_id: str,
+    *,
+    supersedes: Sequence[str],
+    clear: Callable[[str], Awaitable[object]],
+    close: Callable[[str], Awaitable[object]],
+) -> None:
+    """Has the server refuse the attempts before, and forget what it may have of this one."""
+    for superseded in supersedes:
+        await close(superseded)
+    await clear(rollout_id)
+
+
 class _Stage:
     """How far an attempt has come."""
 
@@ -69,8 +106,14 @@ class Attempts:
     rollout_timeout_s: float
     close_timeout_s: float
 
+    @property
+    def left_running(self) -> int:
+        return self.patience.left_running
+
+    async def place(self) -> Play:
+        return self.play
+
     async def play(self, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Outcome:
-        """`rollout_id` is the attempt's own; `supersedes`, those of the attempts at the same rollout before it."""
         stage = _Stage()
         try:
             ended = await self.patience.wait(
@@ -91,9 +134,7 @@ class Attempts:
                 return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail), stage.note)
 
     async def _play(self, rollout_id: str, task: Task, supersedes: Sequence[str], stage: _Stage) -> Scored | Failed:
-        for superseded in supersedes:
-            await self.close(superseded)
-        await self.clear(rollout_id)
+        await make_ready(rollout_id, supersedes=supersedes, clear=self.clear, close=self.close)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
         observation = await environment.reset(task)

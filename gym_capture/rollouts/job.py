@@ -29,7 +29,7 @@ from typing import Any, Final, NamedTuple
 from gym_capture.errors import ConfigError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollout_ids import check_rollout_id
-from gym_capture.rollouts.attempt import Attempts, Outcome, Scored
+from gym_capture.rollouts.attempt import AttemptRunner, Attempts, Outcome, Scored
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, Place, RolloutRow
@@ -160,19 +160,43 @@ class RolloutJob:
 
         Raises `ConfigError` if the server does not admit the job's calls or if the rows cannot be written.
         """
-        every = list(rollouts_of(self.tasks, self.options))
-        progress = progress or JobProgress()
-        patience = Patience(grace_s=self.options.close_timeout_s)
         attempts = Attempts(
             harness=self.harness,
             make_environment=self.make_environment,
             endpoint=self.endpoint,
             clear=self.clear,
             close=self.close,
-            patience=patience,
+            patience=Patience(grace_s=self.options.close_timeout_s),
             rollout_timeout_s=self.options.rollout_timeout_s,
             close_timeout_s=self.options.close_timeout_s,
         )
+        run = JobRun(
+            tasks=self.tasks,
+            options=self.options,
+            attempts=attempts,
+            settings=self.settings,
+            directory=self.directory,
+        )
+        return await run.run(on_row=on_row, progress=progress)
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRun:
+    """A job, wherever its attempts are played: which rollouts are played, how often, and what is kept of them."""
+
+    tasks: Sequence[Task]
+    options: JobOptions
+    attempts: AttemptRunner
+    settings: Mapping[str, Any]
+    """As those of `RolloutJob`."""
+    directory: Path
+
+    async def run(
+        self, *, on_row: Callable[[RolloutRow], None] = lambda row: None, progress: JobProgress | None = None
+    ) -> JobSummary:
+        """As `RolloutJob.run`."""
+        every = list(rollouts_of(self.tasks, self.options))
+        progress = progress or JobProgress()
         with Ledger(self.directory, identity(self.tasks, self.options, self.settings)) as ledger:
             failed_before = Counter(failure.place for failure in ledger.failures)
             again = [place for place, row in ledger.rows.items() if self._deserves_more(row, failed_before[place])]
@@ -183,9 +207,7 @@ class RolloutJob:
 
             async def worker() -> None:
                 for rollout in queue:
-                    row = await self._settle(
-                        rollout, attempts, ledger, progress, failed_attempts=failed_before[rollout.place]
-                    )
+                    row = await self._settle(rollout, ledger, progress, failed_attempts=failed_before[rollout.place])
                     progress.settled(row)
                     on_row(row)
 
@@ -200,26 +222,27 @@ class RolloutJob:
                 rows=tuple(ledger.rows[rollout.place] for rollout in every),
                 resumed=len(every) - len(pending),
                 failures=Counter(failure.reason for failure in ledger.failures),
-                left_running=patience.left_running,
+                left_running=self.attempts.left_running,
             )
 
     def _deserves_more(self, row: RolloutRow, failed_attempts: int) -> bool:
         return row.status == "failed" and row.retryable and failed_attempts < self.options.max_attempts
 
     async def _settle(
-        self, rollout: Rollout, attempts: Attempts, ledger: Ledger, progress: JobProgress, *, failed_attempts: int
+        self, rollout: Rollout, ledger: Ledger, progress: JobProgress, *, failed_attempts: int
     ) -> RolloutRow:
         """Attempts until one succeeds or no more are allowed; an earlier run's failures count."""
         while True:
             attempt = ledger.attempts.get(rollout.place, 0) + 1
             rollout_id = rollout.attempt_id(attempt)
+            play = await self.attempts.place()
             started_at, clock = time.time(), time.monotonic()
             progress.started(rollout_id)
             try:
                 await ledger.begin(_begun(rollout, attempt, at=started_at))
                 # All before it, whichever were closed already: an earlier run may have died before it did that.
                 before = [rollout.attempt_id(number) for number in range(1, attempt)]
-                outcome = await attempts.play(rollout_id, rollout.task, supersedes=before)
+                outcome = await play(rollout_id, rollout.task, supersedes=before)
             finally:
                 progress.stopped(rollout_id)
             if not isinstance(outcome.result, Scored) and outcome.result.ends_job:

@@ -99,6 +99,17 @@ class LimitsSection(_Section):
     """The wait before the first retry; it doubles, up to 30 s."""
 
 
+class RaySection(_Section):
+    """The worker processes that play rollouts where these are spread over a Ray cluster."""
+
+    rollouts_per_worker: PositiveInt = 16
+    """How many a worker plays at a time."""
+    num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.25
+    """What a worker reserves on its node, with the programs that it starts."""
+    resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
+    """What else it reserves: resources that nodes were started with."""
+
+
 class JobFile(_Section):
     """A job. Relative paths are relative to where the command is run."""
 
@@ -114,6 +125,7 @@ class JobFile(_Section):
     """Rollouts of each task: the size of a GRPO group."""
     harness: Named = Named(name="tool-loop")
     limits: LimitsSection = LimitsSection()
+    ray: RaySection = RaySection()
 
     def options(self, job_id: str) -> JobOptions:
         return JobOptions(job_id=job_id, samples=self.samples, **self.limits.model_dump())
@@ -136,16 +148,26 @@ class Prepared:
 async def prepare(job: JobFile) -> Prepared:
     """Makes what the job names. Raises `ConfigError` for whatever of it cannot work: a line of the tasks, an unknown
     name or option, a program that is not installed, an environment that cannot be made."""
+    make_environment = await prepare_environment(job)
+    tasks = tasks_of(job)
+    # Last: it may hold what must be closed.
+    return Prepared(tasks=tasks, make_environment=make_environment, harness=prepare_harness(job))
+
+
+async def prepare_environment(job: JobFile) -> EnvironmentFactory:
+    """What makes the environment of each rollout, tried once. Raises `ConfigError`."""
     factory, options = environment_factory(job.environment.name), job.environment.options
 
     def make_environment() -> Environment:
         return factory(**options)
 
     await _try(make_environment, job)
-    tasks = _tasks(job)
-    # Last: it may hold what must be closed.
-    harness = harness_factory(job.harness.name)(**job.harness.options)
-    return Prepared(tasks=tasks, make_environment=make_environment, harness=harness)
+    return make_environment
+
+
+def prepare_harness(job: JobFile) -> Harness:
+    """The harness, to be closed. Raises `ConfigError`."""
+    return harness_factory(job.harness.name)(**job.harness.options)
 
 
 async def _try(make_environment: EnvironmentFactory, job: JobFile) -> None:
@@ -166,7 +188,8 @@ async def _try(make_environment: EnvironmentFactory, job: JobFile) -> None:
             raise ConfigError(f"environment {job.environment.name!r} cannot be made: {kind}: {error}")
 
 
-def _tasks(job: JobFile) -> Sequence[Task]:
+def tasks_of(job: JobFile) -> Sequence[Task]:
+    """The tasks that a job names. Raises `ConfigError`."""
     section = job.tasks
     if section.file is not None:
         return read_tasks(section.file)

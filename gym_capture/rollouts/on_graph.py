@@ -35,18 +35,12 @@ async def play_on_graph(
     keyring: Keyring | None = None,
 ) -> JobSummary:
     """Plays the job against the graph at `url` (scheme, host and port), with its keyring if it has a secret."""
-    root = url.rstrip("/")
-
-    def endpoint(rollout_id: str) -> Endpoint:
-        base_url = f"{root}/ng-rollout/{rollout_id}/v1"
-        return Endpoint(base_url) if keyring is None else Endpoint(base_url, keyring.rollout_token(rollout_id))
-
     job = RolloutJob(
         tasks=tasks,
         options=options,
         harness=harness,
         make_environment=make_environment,
-        endpoint=endpoint,
+        endpoint=endpoints(url, keyring),
         clear=clear,
         close=close,
         settings=settings,
@@ -58,3 +52,14 @@ async def play_on_graph(
         # The rollouts are over: how this ends changes nothing of them.
         limit_s = options.close_timeout_s
         await Patience(grace_s=limit_s).wait(harness.close, limit_s=limit_s)
+
+
+def endpoints(url: str, keyring: Keyring | None) -> Callable[[str], Endpoint]:
+    """Where the calls of a rollout id go, and what admits them."""
+    root = url.rstrip("/")
+
+    def endpoint(rollout_id: str) -> Endpoint:
+        base_url = f"{root}/ng-rollout/{rollout_id}/v1"
+        return Endpoint(base_url) if keyring is None else Endpoint(base_url, keyring.rollout_token(rollout_id))
+
+    return endpoint

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import sys
+
 import pytest
 import ray
 
@@ -29,3 +32,19 @@ def test_the_error_names_the_cluster_and_what_ray_may_want(
         monkeypatch.setenv("RAY_ADDRESS", variable)
     with pytest.raises(ConfigError, match=rf"no Ray cluster at '{named}.*RAY_AUTH_MODE=token"):
         join_cluster(address, namespace="n")
+
+
+def test_a_command_that_has_joined_still_unwinds_when_it_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:
+    def handler(number: int, frame: object) -> None:
+        """The command line's."""
+
+    def joined(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+
+    monkeypatch.setattr(ray, "init", joined)
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        join_cluster("auto", namespace="n")
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
