@@ -14,7 +14,8 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -32,9 +33,12 @@ from gym_capture.rollouts.ledger import look, read_job
 
 if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
+    from gym_capture.data.group_files import StreamReport
+    from gym_capture.data.sources import SourceSpec
     from gym_capture.rollouts.environment import Task
     from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.jobfile import JobFile
+    from gym_capture.rollouts.ledger import RolloutRow
     from gym_capture.rollouts.progress import JobProgress
 
 app = typer.Typer(no_args_is_help=True)
@@ -65,6 +69,14 @@ def run(
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print what would run, and run nothing.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Progress and result as lines of JSON on stdout.")] = False,
+    build_out: Annotated[
+        str | None,
+        typer.Option(
+            "--build",
+            help="Build while it plays: a file of trajectories for each group, once it is complete, in this directory.",
+            metavar="OUT",
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Where the graph is served: by default http://127.0.0.1:8000.")
     ] = None,
@@ -147,16 +159,21 @@ def run(
     console = Console(stderr=True)
     progress = JobProgress()
     try:
-        summary = patience.run(_play(job, progress, _view(console, as_json=as_json)))
+        summary, built = patience.run(_play(job, progress, _view(console, as_json=as_json), console, build_out))
     except KeyboardInterrupt:
         console.print(escape(interrupted(progress, job.out)), highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
     console.print(escape(summarized(summary, job.endpoint.url)), highlight=False, soft_wrap=True)
+    if build_out is not None and built is not None:
+        console.print(escape(built_line(built, build_out)), highlight=False, soft_wrap=True)
     if summary.failed:
         raise typer.Exit(1)
 
 
-async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
+async def _play(
+    job: JobFile, progress: JobProgress, view: View, console: Console, build_out: str | None
+) -> tuple[JobSummary, StreamReport | None]:
+    """Plays, and builds into `build_out` meanwhile, if that is asked for."""
     from gym_capture.commands.rollout_view import watching
     from gym_capture.rollouts.jobfile import prepare
     from gym_capture.rollouts.on_graph import play_on_graph
@@ -167,8 +184,13 @@ async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
     prepared = await prepare(job)
     check_server(endpoint.url)
     clear = _clearing(endpoint.ray_address, endpoint.namespace)
-    async with watching(progress, view):
-        return await play_on_graph(
+    summaries: list[JobSummary] = []
+
+    async def play(tell: Callable[[Mapping[str, Any]], None]) -> None:
+        def over(row: RolloutRow) -> None:
+            tell(asdict(row))
+
+        played = await play_on_graph(
             url=endpoint.url,
             tasks=prepared.tasks,
             make_environment=prepared.make_environment,
@@ -177,9 +199,30 @@ async def _play(job: JobFile, progress: JobProgress, view: View) -> JobSummary:
             settings=job.settings,
             clear=clear,
             directory=job.out,
+            on_row=over,
+            on_kept=over,
             progress=progress,
             keyring=keyring,
         )
+        summaries.append(played)
+
+    built = None
+    async with watching(progress, view):
+        if build_out is None:
+            await play(lambda row: None)
+        else:
+            from gym_capture.commands.building import warn_of_left
+            from gym_capture.data.group_files import write_groups
+
+            built = await write_groups(
+                play,
+                source=_records(endpoint.namespace),
+                out=build_out,
+                group_size=options.samples,
+                job={"job_id": options.job_id, "samples": options.samples},
+                on_left=warn_of_left(console, build_out),
+            )
+    return summaries[0], built
 
 
 async def _planned(job: JobFile) -> Sequence[str]:
@@ -299,6 +342,30 @@ def summarized(summary: JobSummary, url: str) -> str:
     if summary.failed and summary.resumed == len(summary.rows):
         parts.append("nothing was left to play: name another --out to start anew")
     return "; ".join(parts)
+
+
+def built_line(report: StreamReport, out: str) -> str:
+    """One line on what was built while a job ran."""
+    built = report.built
+    parts = [
+        f"built into {out}: {built.groups} groups, {built.trajectories} trajectories; {built.complete} of "
+        f"{built.requested} rollouts to train on"
+    ]
+    if report.kept:
+        parts.append(f"{report.kept} groups were built before this run")
+    if report.changed:
+        parts.append(
+            f"{len(report.changed)} groups were played again after they had been built, and keep what they were built "
+            f"of: {', '.join(report.changed[:_SHOWN_IDS])}"
+        )
+    return "; ".join(parts)
+
+
+def _records(namespace: str) -> SourceSpec:
+    """Where the records of the graph are read."""
+    from gym_capture.data.sources import SourceSpec
+
+    return SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": namespace})
 
 
 def _clearing(ray_address: str, namespace: str) -> Callable[[str], Awaitable[None]]:

@@ -156,6 +156,16 @@ def groups_of(table: pa.Table) -> list[tuple[Request, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
+def read_group(rows: Iterable[Mapping[str, Any]]) -> tuple[Request, ...]:
+    """The rollouts of one group, of objects as `read_requests` reads them from lines. Raises `RecordError`."""
+    try:
+        records = [_record(dict(row)) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise RecordError(str(error), field="rollouts") from None
+    (group,) = groups_of(check_requests(request_table(records)))
+    return group
+
+
 def each_alone(sizes: Mapping[str, int]) -> list[tuple[Request, ...]]:
     """Rollouts of which nothing but the records is known, each a group of its own: ids, with the bytes of each."""
     return [

@@ -133,9 +133,14 @@ class RolloutJob:
     """Where rows are kept, see `ledger`."""
 
     async def run(
-        self, *, on_row: Callable[[RolloutRow], None] = lambda row: None, progress: JobProgress | None = None
+        self,
+        *,
+        on_row: Callable[[RolloutRow], None] = lambda row: None,
+        on_kept: Callable[[RolloutRow], None] = lambda row: None,
+        progress: JobProgress | None = None,
     ) -> JobSummary:
-        """Plays what has no row yet. `on_row` is told of each new row, `progress` of all that goes on.
+        """Plays what has no row yet. `on_kept` is told of each row that an earlier run left, before anything is played,
+        `on_row` of each new one, `progress` of all that goes on.
 
         Raises `ConfigError` if the server does not admit the job's calls or if the rows cannot be written.
         """
@@ -156,6 +161,8 @@ class RolloutJob:
             failed_before = Counter(failure.rollout_id for failure in ledger.failures)
             pending = [rollout for rollout in every if rollout.rollout_id not in ledger.rows]
             progress.begin(total=len(every), rows=ledger.rows.values())
+            for row in ledger.rows.values():
+                on_kept(row)
             queue = iter(pending)
 
             async def worker() -> None:

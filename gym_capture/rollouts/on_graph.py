@@ -30,6 +30,7 @@ async def play_on_graph(
     clear: Callable[[str], Awaitable[None]],
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
+    on_kept: Callable[[RolloutRow], None] = lambda row: None,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
 ) -> JobSummary:
@@ -51,7 +52,7 @@ async def play_on_graph(
         directory=directory,
     )
     try:
-        return await job.run(on_row=on_row, progress=progress)
+        return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)
     finally:
         # The rollouts are over: how this ends changes nothing of them.
         limit_s = options.close_timeout_s
