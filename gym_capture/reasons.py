@@ -209,6 +209,11 @@ class MaskReason(Reason):
         "Record them for all calls or for none.",
     )
     MISSING_REWARD = ("missing_reward", "The rollout has no reward.", "Give it one in the file of rollouts.")
+    REWARD_OF_UNKNOWN_CALL = (
+        "reward_of_unknown_call",
+        "The agent gave a reward to a call of which there is no record.",
+        "Name calls in `call_rewards` by the `id` of their replies, and by nothing else.",
+    )
     NON_FINITE_REWARD = ("non_finite_reward", "The reward is infinite or no number.", "Mend the scoring.")
     INCOMPLETE = (
         "incomplete",

@@ -144,8 +144,10 @@ def project(
         "instance_config": {"mask_sample": masked},
         "_ng_token_capture": {**asdict(rollout.counts), "mask_reasons": reasons, "placeholder": nothing_built},
     }
-    if rollout.reward_components is not None:
+    if rollout.reward_components:  # a rollout that failed has none, and no reward that they could add up to
         record["reward_components"] = _components(rollout)
+    if rollout.call_rewards:
+        record["call_rewards"] = dict(rollout.call_rewards)
     return record
 
 

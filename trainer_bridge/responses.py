@@ -81,7 +81,7 @@ def _contents(content: object) -> list[Any]:
         return [{"type": "output_text", "text": content, "annotations": []}]
     parts = content if isinstance(content, list) else []
     return [
-        {"annotations": []} | part if isinstance(part, Mapping) and part.get("type") == "output_text" else part
+        {"annotations": [], **part} if isinstance(part, Mapping) and part.get("type") == "output_text" else part
         for part in parts
     ]
 

@@ -14,8 +14,7 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
     from gym_capture.data.group_files import StreamReport
     from gym_capture.data.sources import SourceSpec
+    from gym_capture.rollouts.attempt import Outcome
     from gym_capture.rollouts.environment import Task
     from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.jobfile import JobFile
@@ -174,9 +174,12 @@ async def _play(
     job: JobFile, progress: JobProgress, view: View, console: Console, build_out: str | None
 ) -> tuple[JobSummary, StreamReport | None]:
     """Plays, and builds into `build_out` meanwhile, if that is asked for."""
+    from gym_capture.commands.job_rows import build_while_playing
     from gym_capture.commands.rollout_view import watching
+    from gym_capture.rollouts.exchanges import Exchanges
     from gym_capture.rollouts.jobfile import prepare
     from gym_capture.rollouts.on_graph import play_on_graph
+    from gym_capture.rollouts.rows import exchange_of
 
     endpoint = job.endpoint
     keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
@@ -185,43 +188,43 @@ async def _play(
     check_server(endpoint.url)
     clear = _clearing(endpoint.ray_address, endpoint.namespace)
     summaries: list[JobSummary] = []
+    with Exchanges(job.out) as exchanges:
 
-    async def play(tell: Callable[[Mapping[str, Any]], None]) -> None:
-        def over(row: RolloutRow) -> None:
-            tell(asdict(row))
+        def keep(row: RolloutRow, outcome: Outcome) -> None:
+            exchanges.add(row.rollout_id, exchange_of(outcome))
 
-        played = await play_on_graph(
-            url=endpoint.url,
-            tasks=prepared.tasks,
-            make_environment=prepared.make_environment,
-            harness=prepared.harness,
-            options=options,
-            settings=job.settings,
-            clear=clear,
-            directory=job.out,
-            on_row=over,
-            on_kept=over,
-            progress=progress,
-            keyring=keyring,
-        )
-        summaries.append(played)
-
-    built = None
-    async with watching(progress, view):
-        if build_out is None:
-            await play(lambda row: None)
-        else:
-            from gym_capture.commands.building import warn_of_left
-            from gym_capture.data.group_files import write_groups
-
-            built = await write_groups(
-                play,
-                source=_records(endpoint.namespace),
-                out=build_out,
-                group_size=options.samples,
-                job={"job_id": options.job_id, "samples": options.samples},
-                on_left=warn_of_left(console, build_out),
+        async def play(on_over: Callable[[RolloutRow], None]) -> None:
+            played = await play_on_graph(
+                url=endpoint.url,
+                tasks=prepared.tasks,
+                make_environment=prepared.make_environment,
+                harness=prepared.harness,
+                options=options,
+                settings=job.settings,
+                clear=clear,
+                directory=job.out,
+                on_row=on_over,
+                on_kept=on_over,
+                keep=keep,
+                progress=progress,
+                keyring=keyring,
             )
+            summaries.append(played)
+
+        async with watching(progress, view):
+            if build_out is None:
+                await play(lambda row: None)
+                built = None
+            else:
+                built = await build_while_playing(
+                    play,
+                    job=job,
+                    options=options,
+                    source=_records(endpoint.namespace),
+                    exchanges=exchanges,
+                    out=build_out,
+                    console=console,
+                )
     return summaries[0], built
 
 

@@ -68,12 +68,14 @@ async def write_groups(
     job: Mapping[str, Any],
     options: RowOptions | None = None,
     on_written: Callable[[WrittenGroup], None] = lambda written: None,
+    on_kept: Callable[[WrittenGroup], None] = lambda kept: None,
     on_left: Callable[[tuple[str, ...]], None] = lambda names: None,
 ) -> StreamReport:
     """Plays a job and writes the trajectories of each of its groups into the directory `out` (a path or URI).
 
     `job` says which job that is, as JSON: `out` is for this one alone. `on_written` gets each new group once its part
-    can be read, `on_left` what `trajectory_files.write_files` says of it.
+    can be read, `on_kept` each that the job tells of again and that has its part already, `on_left` what
+    `trajectory_files.write_files` says of it.
 
     Raises `ConfigError` if `out` holds anything else or cannot be written to, and what `stream_groups` raises. The
     parts that are there by then stay, and the job can go on from them.
@@ -97,6 +99,7 @@ async def write_groups(
                     before = {summary.rollout_id for summary in by_id[group_id].summaries}
                     if before != {request.rollout_id for request in group}:
                         changed.add(group_id)
+                    on_kept(by_id[group_id])
                     continue
                 one = Part(number=number, groups=(group,))
                 new = await thread.run(partial(_write, one, options=rows, staged=staged))

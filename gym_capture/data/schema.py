@@ -94,12 +94,17 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("agent_name", pa.string()),
         pa.field("input", pa.string()),
         pa.field("lost_tries", pa.int64()),
+        # Of the rollout: what the agent itself gave to single calls, by call id, as `spans` name them. No part of the
+        # reward, and never spread over other calls. Null where it gave none.
+        pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
 
 
-OPTIONAL: Final = frozenset({"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries"})
+OPTIONAL: Final = frozenset(
+    {"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "call_rewards"}
+)
 """Columns that a table of trajectories may lack: it was built before they were."""
 
 
@@ -113,6 +118,7 @@ def rows(
     advantage: float | None = None,
     agent_name: str | None = None,
     input_json: str | None = None,
+    call_rewards: Mapping[str, float] | None = None,
     extra_mask_reasons: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
@@ -147,6 +153,7 @@ def rows(
         "model": None if snapshot is None else next((entry.policy.model for entry in snapshot.entries), None),
         "agent_name": agent_name,
         "input": input_json,
+        "call_rewards": None if call_rewards is None else list(call_rewards.items()),
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]

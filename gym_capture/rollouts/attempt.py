@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
-from gym_capture.rollouts.harness import Endpoint, Failed, Harness
+from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Observation, Task
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness
 from gym_capture.rollouts.patience import Late, Patience, Raised, Value
 
 
@@ -30,6 +30,8 @@ class Scored:
     n_calls: int
     reward: float
     components: Mapping[str, float]
+    completed: Completed
+    """What the harness said."""
 
 
 class Outcome(NamedTuple):
@@ -38,6 +40,8 @@ class Outcome(NamedTuple):
     result: Scored | Failed
     note: str | None
     """What went wrong afterwards, in the tear-down."""
+    observation: Observation | None
+    """What the agent started from; None if it did not come to that."""
 
 
 class _Stage:
@@ -49,6 +53,7 @@ class _Stage:
         self.environment: Environment | None = None
         """To be closed."""
         self.note: str | None = None
+        self.observation: Observation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,22 +78,24 @@ class Attempts:
             await self._close(stage)
         match ended:
             case Value(result):
-                return Outcome(result, stage.note)
+                return Outcome(result, stage.note, stage.observation)
             case Raised(error):
                 retryable = error.retryable if isinstance(error, GymCaptureError) else True
-                return Outcome(Failed(stage.blamed, described(error), retryable=retryable), stage.note)
+                failed = Failed(stage.blamed, described(error), retryable=retryable)
+                return Outcome(failed, stage.note, stage.observation)
             case Late(still_runs):
                 detail = f"not over after {self.rollout_timeout_s:g} s"
                 if still_runs:
                     # Another attempt would have the same rollout id, and could not be told from what goes on here.
                     detail += "; the agent goes on although it was cancelled, so that there is no other attempt"
-                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail, retryable=not still_runs), stage.note)
+                failed = Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail, retryable=not still_runs)
+                return Outcome(failed, stage.note, stage.observation)
 
     async def _play(self, rollout_id: str, task: Task, stage: _Stage) -> Scored | Failed:
         await self.clear(rollout_id)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
-        observation = await environment.reset(task)
+        observation = stage.observation = await environment.reset(task)
         endpoint = self.endpoint(rollout_id)
         stage.blamed = AttemptFailure.EXCEPTION
         outcome = await self.harness.run(endpoint=endpoint, observation=observation, environment=environment)
@@ -102,7 +109,10 @@ class Attempts:
         reward = float(score.reward)
         if not math.isfinite(reward):
             return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {reward}", n_calls)
-        return Scored(answer=answer, n_calls=n_calls, reward=reward, components=components)
+        for call_id, given in outcome.call_rewards.items():
+            if not math.isfinite(given):
+                return Failed(AttemptFailure.BAD_REWARD, f"the agent's reward of call {call_id} is {given}", n_calls)
+        return Scored(answer=answer, n_calls=n_calls, reward=reward, components=components, completed=outcome)
 
     async def _close(self, stage: _Stage) -> None:
         environment = stage.environment

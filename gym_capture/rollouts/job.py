@@ -131,6 +131,8 @@ class RolloutJob:
     settings do not count for this one. Endpoints and credentials are no part of it."""
     directory: Path
     """Where rows are kept, see `ledger`."""
+    keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
+    """Told of each row and what it was made of, before the row is written: for what is too large for it."""
 
     async def run(
         self,
@@ -214,6 +216,7 @@ class RolloutJob:
                 ledger.add_failure(failure)
                 progress.failed(failure)
             if not self._deserves_more(row):
+                self.keep(row, outcome)
                 ledger.add_row(row)
                 return row
             await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (attempt - 1), _LONGEST_WAIT_S))
@@ -230,6 +233,7 @@ def _row(rollout: Rollout, outcome: Outcome, *, attempts: int, started_at: float
             status="finished",
             reward=result.reward,
             reward_components=result.components,
+            call_rewards={str(call_id): float(given) for call_id, given in result.completed.call_rewards.items()},
             n_calls=result.n_calls,
             attempts=attempts,
             answer=result.answer,

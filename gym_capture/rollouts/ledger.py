@@ -46,6 +46,8 @@ class RolloutRow:
     status: Literal["finished", "failed"]
     reward: float | None
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What the agent itself gave to single calls, by call id. No part of the reward."""
     n_calls: int
     attempts: int
     """How many there were; the row is of the last one."""

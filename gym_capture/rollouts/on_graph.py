@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_capture.auth import Keyring
+from gym_capture.rollouts.attempt import Outcome
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
@@ -31,6 +32,7 @@ async def play_on_graph(
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
     on_kept: Callable[[RolloutRow], None] = lambda row: None,
+    keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
 ) -> JobSummary:
@@ -50,6 +52,7 @@ async def play_on_graph(
         clear=clear,
         settings=settings,
         directory=directory,
+        keep=keep,
     )
     try:
         return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)

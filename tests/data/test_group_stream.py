@@ -22,6 +22,7 @@ from gym_capture.data.requests import Request, read_group
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
 from gym_capture.errors import ConfigError, RecordError
+from trainer_bridge.finished import read_finished
 from trainer_bridge.stream import parquet_batches, read_rollouts
 
 from . import made_rollouts
@@ -247,3 +248,13 @@ async def test_a_directory_that_cannot_be_written_to_is_said_before_anything_is_
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot write trajectories"):
         await write_groups(played, source=SOURCE, out=tmp_path / "file", group_size=2, job=JOB)
+
+
+async def test_rewards_of_calls_are_kept_by_call_and_one_of_no_call_masks() -> None:
+    rows = (row("g", 0, call_rewards={"call-0": 0.5}), row("g", 1, call_rewards={"call-9": 1.0}))
+    (group,) = [group async for group in stream_groups(telling(*rows), source=SOURCE, group_size=2)]
+    first, second = read_finished([group.table])
+    assert first.call_rewards == {"call-0": 0.5}
+    assert first.call_rewards.keys() < {span.call_id for span in first.trajectories[0].spans}
+    assert (first.reward, first.masked) == (0.0, False)
+    assert second.mask_reasons == ("reward_of_unknown_call:call-9",)

@@ -249,3 +249,8 @@ def test_the_walk_gives_back_what_was_built(entries: list[TokenEntry], delivery:
         assert loss == trajectory.loss_mask.tolist()[:last_trained]
         assert log_probs == trajectory.log_probs.tolist()[:last_trained]
     assert project(rollout)["mask_sample"] == rollout.masked
+
+
+def test_a_failed_rollout_of_a_job_has_no_components_to_add_up() -> None:
+    record = project(finished(snapshot_of([CALL_A]), reward=None, reward_components={}))
+    assert (record["reward"], record["mask_sample"], "reward_components" in record) == (0.0, True, False)
