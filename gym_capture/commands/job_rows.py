@@ -102,21 +102,23 @@ class GroupRows:
             await writer
 
     async def _write(self) -> None:
-        file: RowFile | None = None
+        first = await self._queue.get()  # by then the job's directory is locked
+        if first is None:
+            return
+        file = await asyncio.to_thread(RowFile, self._directory)
         try:
-            while (group := await self._queue.get()) is not None:
-                file = file or await asyncio.to_thread(RowFile, self._directory)  # the directory is locked by now
+            group: WrittenGroup | None = first
+            while group is not None:
                 outcomes = {
                     summary.rollout_id: self._outcomes.pop(summary.rollout_id)
                     for summary in group.summaries
                     if summary.rollout_id in self._outcomes
                 }
                 await asyncio.to_thread(self._add, file, group, outcomes)
+                group = await self._queue.get()
         finally:
-            if file is not None:
-                file.close()
-        if file is not None:
-            await asyncio.to_thread(write_table, self._directory)
+            file.close()
+        await asyncio.to_thread(write_table, self._directory)
 
     def _add(self, file: RowFile, group: WrittenGroup, outcomes: Mapping[str, RolloutRow]) -> None:
         if all(rollout_id in file.rollout_ids for rollout_id in outcomes):

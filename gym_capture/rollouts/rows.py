@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from gym_capture.reasons import AttemptFailure, MaskReason, join_reason
 from gym_capture.rollouts.attempt import Outcome, Scored
 from gym_capture.rollouts.ledger import RolloutRow
 
@@ -81,7 +82,10 @@ def row(
 
 
 def _failure(outcome: RolloutRow) -> Iterable[str]:
-    return () if outcome.status == "finished" else (outcome.error or "failed",)
+    """As a build says it."""
+    if outcome.status == "finished":
+        return ()
+    return (join_reason(MaskReason.INCOMPLETE, outcome.error or AttemptFailure.FAILED),)
 
 
 def _input_item(message: Mapping[str, Any]) -> JsonObject:

@@ -130,3 +130,11 @@ async def test_a_call_reward_that_is_no_number_fails_the_attempt(tmp_path: Path)
     summary = await make(tmp_path / "job", Scripted(rewards_calls), samples=1, max_attempts=1).run()
     assert {each.error for each in summary.rows} == {"bad_reward"}
     assert "chatcmpl-1" in (summary.rows[0].detail or "")
+
+
+def test_a_native_output_of_a_failed_rollout_is_masked() -> None:
+    native = Exchange(input=[], tools=[], response=OWN, output="native")
+    failed = outcome(status="failed", reward=None, error="call_timeout")
+    assert row(failed, native, RECORD, native_problem=None)["_ng_token_capture"]["mask_reasons"] == [
+        "incomplete:call_timeout"
+    ]
