@@ -41,6 +41,9 @@ from gym_capture.rollouts.ledger import RolloutRow
 MAX_OVERHEAD_MS: Final = 5.0
 MAX_MEMORY_GROWTH: Final = 1.1
 MAX_READABLE_S: Final = 1.0
+THINKING_S: Final = 0.3
+"""Of the model, a call, in the third claim."""
+_PACED: Final = "paced"
 TURNS: Final = 20
 NEW_IDS: Final = 400
 """Of a turn of the rollouts that are built: prompt and generation, half each."""
@@ -144,7 +147,8 @@ async def _many(rollouts: int) -> bool:
 
 
 async def _readable(url: str, groups: int) -> bool:
-    """Groups are built beside the agents that play on, from records of long conversations."""
+    """Groups are built beside the agents that play on, from records of long conversations. Here a model takes its
+    time, as one does: agents that only wait for the processor leave none for anything else."""
     ended: dict[str, float] = {}
     waits_s: list[float] = []
 
@@ -153,7 +157,7 @@ async def _readable(url: str, groups: int) -> bool:
 
     harness = tool_loop()
     with tempfile.TemporaryDirectory(prefix="gym-capture-jobs-") as folder:
-        job = _made(harness, Path(folder, "job"), url, tasks=groups, concurrency=32)
+        job = _made(harness, Path(folder, "job"), url, tasks=groups, concurrency=32, job_id=_PACED)
 
         async def play(tell: Tell) -> None:
             def over(row: RolloutRow) -> None:
@@ -252,14 +256,14 @@ async def _job(harness: ToolLoop, url: str, rollouts: int) -> None:
         raise RuntimeError(f"{summary.failed} rollouts failed: {summary.failures}")
 
 
-def _made(harness: Any, folder: Path, url: str, *, tasks: int, concurrency: int) -> RolloutJob:
+def _made(harness: Any, folder: Path, url: str, *, tasks: int, concurrency: int, job_id: str = "bench") -> RolloutJob:
     async def clear(rollout_id: str) -> None:
         return
 
     made: list[Task] = Register.tasks(tasks)
     return RolloutJob(
         tasks=made,
-        options=JobOptions(job_id="bench", samples=4, concurrency=concurrency, max_attempts=1),
+        options=JobOptions(job_id=job_id, samples=4, concurrency=concurrency, max_attempts=1),
         harness=harness,
         make_environment=Register,
         endpoint=lambda rollout_id: Endpoint(f"{url}/ng-rollout/{rollout_id}/v1"),
@@ -285,6 +289,8 @@ def _serve(connection: Connection) -> None:
 async def _serving(connection: Connection) -> None:
     async def handle(request: web.Request) -> web.Response:
         body = await request.json()
+        if request.match_info["rollout_id"].startswith(_PACED):
+            await asyncio.sleep(THINKING_S)
         done = sum(message["role"] == "tool" for message in body["messages"])
         message: dict[str, Any] = {"role": "assistant", "content": "It holds 1."}
         if done < CALLS - 1:
