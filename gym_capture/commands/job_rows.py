@@ -11,7 +11,7 @@ Flow: a part appears -> `GroupRows.written` queues it -> a thread reads it back,
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,6 +28,7 @@ from gym_capture.data.row_files import RowFile, write_table
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
+from gym_capture.rollouts.environment import Task
 from gym_capture.rollouts.exchanges import Exchanges
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.jobfile import JobFile
@@ -42,6 +43,7 @@ async def build_while_playing(
     *,
     job: JobFile,
     options: JobOptions,
+    tasks: Sequence[Task],
     source: SourceSpec,
     exchanges: Exchanges,
     out: str,
@@ -49,7 +51,8 @@ async def build_while_playing(
 ) -> StreamReport:
     """Plays by `play`, which is given what to tell of each rollout that is over. Raises what `write_groups` raises."""
     agent_name = job.harness.name
-    rows = GroupRows(directory=job.out, out=out, agent_name=agent_name, exchanges=exchanges)
+    task_ids = [task.task_id for task in tasks]
+    rows = GroupRows(directory=job.out, out=out, agent_name=agent_name, task_ids=task_ids, exchanges=exchanges)
 
     async def telling(tell: Tell) -> None:
         def over(outcome: RolloutRow) -> None:
@@ -75,10 +78,13 @@ async def build_while_playing(
 class GroupRows:
     """Writes the rows of groups as they are built."""
 
-    def __init__(self, *, directory: Path, out: str, agent_name: str, exchanges: Exchanges) -> None:
+    def __init__(
+        self, *, directory: Path, out: str, agent_name: str, task_ids: Sequence[str], exchanges: Exchanges
+    ) -> None:
         self._directory = directory
         self._out = out
         self._agent_name = agent_name
+        self._task_index = {task_id: index for index, task_id in enumerate(task_ids)}
         self._exchanges = exchanges
         self._outcomes: dict[str, RolloutRow] = {}
         self._queue: asyncio.Queue[WrittenGroup | None] = asyncio.Queue()
@@ -137,7 +143,8 @@ class GroupRows:
 
     def _row(self, outcome: RolloutRow, record: Mapping[str, Any]) -> dict[str, Any]:
         exchange = self._exchanges.get(outcome.rollout_id)
-        return row(outcome, exchange, record, native_problem=_native_problem(exchange))
+        task_index = self._task_index[outcome.task_id]
+        return row(outcome, exchange, record, task_index=task_index, native_problem=_native_problem(exchange))
 
 
 def _native_problem(exchange: Exchange) -> str | None:

@@ -220,6 +220,7 @@ async def _play(
                     play,
                     job=job,
                     options=options,
+                    tasks=prepared.tasks,
                     source=_records(endpoint.namespace),
                     exchanges=exchanges,
                     out=build_out,

@@ -14,6 +14,7 @@ became of the rollouts of that part; `_stream.json`, what is built here and how;
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -34,6 +35,7 @@ from gym_capture.errors import ConfigError
 
 STREAM_FILE: Final = "_stream.json"
 _FORMAT_VERSION: Final = 1
+_PART: Final = re.compile(r"part-\d+\.parquet")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +143,7 @@ class _Directory:
         self._filesystem, self._path = fs.FileSystem.from_uri(uri)
         entries: Sequence[fs.FileInfo] = self._filesystem.get_file_info(fs.FileSelector(self._path))
         self._names = {entry.base_name for entry in entries}
-        self._parts = sorted(name for name in self._names if name.startswith("part-") and name.endswith(".parquet"))
+        self._parts = sorted(filter(_PART.fullmatch, self._names))
 
     def check(self, asked: Mapping[str, Any], staged: StagedFiles) -> None:
         """Notes what is built here, or compares it with what was. Raises `ConfigError`."""

@@ -49,13 +49,21 @@ def exchange_of(outcome: Outcome) -> Exchange:
 
 
 def row(
-    outcome: RolloutRow, exchange: Exchange, record: Mapping[str, Any], *, native_problem: str | None
+    outcome: RolloutRow,
+    exchange: Exchange,
+    record: Mapping[str, Any],
+    *,
+    task_index: int,
+    native_problem: str | None,
 ) -> JsonObject:
     """The row, ready for JSON. `record`: what the build gave, as `trainer_bridge.nemo_rl.project` makes it.
 
+    `task_index`: which of the job's tasks it is, from 0: NeMo Gym's reports join rows by it, and by the sample.
     `native_problem`: what is wrong with the ids of the agent's own output, where that is left alone.
     """
     made: JsonObject = {
+        "_ng_task_index": task_index,
+        "_ng_rollout_index": outcome.sample,
         "rollout_id": outcome.rollout_id,
         "task_id": outcome.task_id,
         "group_id": outcome.group_id,

@@ -170,6 +170,8 @@ def test_groups_are_built_while_the_job_plays_and_once(
     assert all(rollout.advantage is not None for rollout in rollouts)
     rows = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
     assert {row["rollout_id"] for row in rows} == {rollout.rollout_id for rollout in rollouts}
+    indices = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
+    assert indices == {(0, 0), (0, 1), (1, 0), (1, 1)}
     for row in rows:
         Response.model_validate(row["response"])
         assert row["agent_ref"]["name"] == "tool-loop"

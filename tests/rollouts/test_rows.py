@@ -39,23 +39,27 @@ def outcome(**said: Any) -> RolloutRow:
 
 
 def test_an_agents_response_keeps_all_but_its_output() -> None:
-    made = row(outcome(), Exchange(input=[], tools=[], response=OWN), RECORD, native_problem=None)
+    made = row(outcome(), Exchange(input=[], tools=[], response=OWN), RECORD, task_index=3, native_problem=None)
     assert made["response"] == {**OWN, "output": MERGED}
     assert (made["mask_sample"], made["instance_config"]["mask_sample"]) == (True, True)
     assert (made["task_id"], made["sample"], made["attempts"]) == ("t", 1, 2)
+    assert (made["_ng_task_index"], made["_ng_rollout_index"]) == (3, 1)
 
 
 def test_an_agent_that_gives_no_response_gets_that_of_the_records() -> None:
-    assert row(outcome(), Exchange(input=[], tools=[]), RECORD, native_problem=None)["response"] == RECORD["response"]
+    assert (
+        row(outcome(), Exchange(input=[], tools=[]), RECORD, task_index=3, native_problem=None)["response"]
+        == RECORD["response"]
+    )
 
 
 def test_a_native_output_is_left_alone_and_masked_for_its_own_reasons_only() -> None:
     native = Exchange(input=[], tools=[], response=OWN, output="native")
-    made = row(outcome(), native, RECORD, native_problem=None)
+    made = row(outcome(), native, RECORD, task_index=3, native_problem=None)
     assert made["response"] == OWN
     assert (made["mask_sample"], made["instance_config"]) == (False, {"mask_sample": False})
     assert made["_ng_token_capture"]["mask_reasons"] == []
-    made = row(outcome(), native, RECORD, native_problem="no_trainable_tokens")
+    made = row(outcome(), native, RECORD, task_index=3, native_problem="no_trainable_tokens")
     assert (made["mask_sample"], made["instance_config"]) == (True, {"mask_sample": True})
     assert made["_ng_token_capture"]["mask_reasons"] == ["no_trainable_tokens"]
     assert RECORD["_ng_token_capture"]["mask_reasons"] == ["no_calls"]
@@ -135,6 +139,6 @@ async def test_a_call_reward_that_is_no_number_fails_the_attempt(tmp_path: Path)
 def test_a_native_output_of_a_failed_rollout_is_masked() -> None:
     native = Exchange(input=[], tools=[], response=OWN, output="native")
     failed = outcome(status="failed", reward=None, error="call_timeout")
-    assert row(failed, native, RECORD, native_problem=None)["_ng_token_capture"]["mask_reasons"] == [
+    assert row(failed, native, RECORD, task_index=3, native_problem=None)["_ng_token_capture"]["mask_reasons"] == [
         "incomplete:call_timeout"
     ]
