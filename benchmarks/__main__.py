@@ -57,7 +57,7 @@ class Benchmark:
 BENCHMARKS: Final = (
     Benchmark("core", 600),
     Benchmark("files", 900),
-    Benchmark("jobs", 600, quick=("--rollouts", "40", "--many", "1200")),
+    Benchmark("jobs", 600, quick=("--rollouts", "40", "--many", "1200", "--groups", "20")),
     Benchmark("store", 600),
     Benchmark("state", 1200),
     Benchmark("mirrored", 600),

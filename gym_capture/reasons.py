@@ -213,6 +213,11 @@ class MaskReason(Reason):
         "The rollout has no reward: the file of rollouts has none, or nobody completed it with one.",
         "Give it one in the file of rollouts, or by `POST /rollouts/{id}/complete`; then build again.",
     )
+    REWARD_OF_UNKNOWN_CALL = (
+        "reward_of_unknown_call",
+        "The agent gave a reward to a call of which there is no record.",
+        "Name calls in `call_rewards` by the `id` of their replies, and by nothing else.",
+    )
     NON_FINITE_REWARD = ("non_finite_reward", "The reward is infinite or no number.", "Mend the scoring.")
     INCOMPLETE = (
         "incomplete",

@@ -27,7 +27,7 @@ _COUNTS: Final = tuple(field.name for field in fields(BuildCounts))
 COLUMNS: Final = (
     *("rollout_id", "group_id", "trajectory_id", "is_main", "call_ids", "token_ids", "loss_mask", "log_probs", "spans"),
     *("finish_reason", "reward", "reward_components", "masked", "mask_reasons", "routed_experts", "sampling_mask"),
-    *("output_items", "token_item_indices", "model", "agent_name", "input"),
+    *("output_items", "token_item_indices", "model", "agent_name", "input", "call_rewards"),
     *_COUNTS,
 )
 """The columns of a table of trajectories that exporters read."""
@@ -66,6 +66,8 @@ class FinishedRollout:
     """Who played it. None: nobody said."""
     input: str | list[JsonObject] | None
     """The task as it was given to the agent: `input` of a Responses request. None: nobody said."""
+    call_rewards: Mapping[str, float]
+    """What the agent itself gave to single calls, by call id: no part of the reward."""
 
 
 def read_finished(batches: Iterable[Batch]) -> Iterator[FinishedRollout]:
@@ -102,6 +104,7 @@ def _finished(rows: Sequence[dict[str, Any]]) -> FinishedRollout:
         model=first["model"],
         agent_name=first["agent_name"],
         input=None if task is None else json.loads(task),
+        call_rewards=dict(first.get("call_rewards") or ()),
     )
 
 

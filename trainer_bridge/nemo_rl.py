@@ -32,6 +32,7 @@ from gym_capture.data.advantages import reward_problems
 from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
 from trainer_bridge.finished import FinishedRollout, JsonObject, Turn
+from trainer_bridge.responses import empty_message, response_item, response_object, usage
 
 _FILE: Final = "rollouts.jsonl"
 
@@ -90,11 +91,14 @@ def project_group(rollouts: Sequence[FinishedRollout]) -> list[JsonObject]:
     return [project(rollout, placeholder_prompt_ids=shared) for rollout in rollouts]
 
 
-def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: IdArray | None = None) -> JsonObject:
+def project(
+    rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: IdArray | None = None, created_at: float = 0.0
+) -> JsonObject:
     """The record of one rollout, ready for JSON.
 
     `rank`: which of its trajectories, the main chain unless said otherwise. `placeholder_prompt_ids`: the prompt of
     the one token-bearing item that even a rollout with nothing to train on must have; it is always masked.
+    `created_at`: when its last call was, in Unix seconds, where that is known.
 
     Where nobody said what the agent was given, `input` is empty: NeMo-RL trains on the ids of the first prompt, which
     are those that the policy was conditioned on, whatever the text. Raises `RecordError` if the reward components do
@@ -110,10 +114,12 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
     reasons = list(dict.fromkeys((*rollout.mask_reasons, *reward_problems(rollout.reward))))
     nothing_built = rank >= len(rollout.trajectories)
     if not nothing_built:
-        output = _output(rollout.trajectories[rank], rollout.turns)
+        trajectory = rollout.trajectories[rank]
+        output = _output(trajectory, rollout.turns)
+        cut_off = trajectory.finish_reason == "length"
     else:
         prompt = placeholder_prompt_ids if placeholder_prompt_ids is not None else np.zeros(1, dtype=np.int32)
-        output = [_placeholder(prompt)]
+        output, cut_off = [_placeholder(rollout.rollout_id, prompt)], False
         reasons = reasons or [MaskReason.NO_TRAINABLE_TOKENS]
     contiguity_walk(output)
     carriers = [item for item in output if "generation_token_ids" in item]
@@ -123,23 +129,25 @@ def project(rollout: FinishedRollout, *, rank: int = 0, placeholder_prompt_ids: 
         "group_id": rollout.group_id,
         "agent_ref": {"type": "responses_api_agents", "name": rollout.agent_name},
         "responses_create_params": {"input": [] if rollout.input is None else rollout.input},
-        "response": {
-            "id": f"resp_{rollout.rollout_id}",
-            "object": "response",
-            "model": rollout.model or "",
-            "output": output,
-            "usage": {
-                "input_tokens": len(carriers[0]["prompt_token_ids"]),
-                "output_tokens": sum(len(item["generation_token_ids"]) for item in carriers),
-            },
-        },
+        "response": response_object(
+            output,
+            response_id=f"resp_{rollout.rollout_id}",
+            model=rollout.model or "",
+            created_at=created_at,
+            cut_off=cut_off,
+            usage=usage(
+                len(carriers[0]["prompt_token_ids"]), sum(len(item["generation_token_ids"]) for item in carriers)
+            ),
+        ),
         "reward": 0.0 if reward_problems(rollout.reward) else rollout.reward,
         "mask_sample": masked,
         "instance_config": {"mask_sample": masked},
         "_ng_token_capture": {**asdict(rollout.counts), "mask_reasons": reasons, "placeholder": nothing_built},
     }
-    if rollout.reward_components is not None:
+    if rollout.reward_components:  # a rollout that failed has none, and no reward that they could add up to
         record["reward_components"] = _components(rollout)
+    if rollout.call_rewards:
+        record["call_rewards"] = dict(rollout.call_rewards)
     return record
 
 
@@ -186,12 +194,17 @@ def _output(trajectory: Trajectory, turns: Mapping[str, Turn]) -> list[JsonObjec
         begin, _ = segments.get(span.call_id, (span.start, span.end))
         segments[span.call_id] = (begin, span.end)
     output: list[JsonObject] = []
+    last = trajectory.call_ids[-1]
     for call_id in trajectory.call_ids:
         turn = turns[call_id]
-        items = [dict(item) for item in turn.output_items]
+        cut_off = call_id == last and trajectory.finish_reason == "length"
+        items = [
+            response_item(item, call_id=call_id, position=position, cut_off=cut_off)
+            for position, item in enumerate(turn.output_items)
+        ]
         if call_id in segments:
             if not items:
-                items.append(_token_only_item())
+                items.append(empty_message(call_id=call_id, position=0))
             items[_carrier(turn, items)] |= _token_fields(trajectory, *segments[call_id])
         output += items
     return output
@@ -226,13 +239,9 @@ def _rows(experts: npt.NDArray[Any], count: int) -> list[Any]:
     return rows
 
 
-def _token_only_item() -> JsonObject:
-    return {"type": "message", "role": "assistant", "status": "completed", "content": []}
-
-
-def _placeholder(prompt_ids: IdArray) -> JsonObject:
+def _placeholder(rollout_id: str, prompt_ids: IdArray) -> JsonObject:
     """The output of a masked record for a rollout with nothing to show."""
-    return _token_only_item() | {
+    return empty_message(call_id=rollout_id, position=0) | {
         "prompt_token_ids": prompt_ids.tolist(),
         "generation_token_ids": [0],
         "generation_log_probs": [0.0],

@@ -13,8 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -34,9 +33,13 @@ from gym_capture.rollouts.ledger import look, read_job
 
 if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
+    from gym_capture.data.group_files import StreamReport
+    from gym_capture.data.sources import SourceSpec
+    from gym_capture.rollouts.attempt import Outcome
     from gym_capture.rollouts.environment import Task
-    from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
+    from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.jobfile import JobFile
+    from gym_capture.rollouts.ledger import RolloutRow
     from gym_capture.rollouts.progress import JobProgress
 
 app = typer.Typer(no_args_is_help=True)
@@ -79,6 +82,14 @@ def run(
     on: Annotated[
         On, typer.Option(help="Play rollouts in this process, or in workers on the nodes of the Ray cluster.")
     ] = On.HERE,
+    build_out: Annotated[
+        str | None,
+        typer.Option(
+            "--build",
+            help="Build while it plays: a file of trajectories for each group, once it is complete, in this directory.",
+            metavar="OUT",
+        ),
+    ] = None,
     url: Annotated[
         str | None, typer.Option(help="Where the graph is served: by default http://127.0.0.1:8000.")
     ] = None,
@@ -161,63 +172,97 @@ def run(
     console = Console(stderr=True)
     progress = JobProgress()
     try:
-        summary = patience.run(_play(job, on, progress, _view(console, as_json=as_json), console))
+        summary, built = patience.run(_play(job, on, progress, _view(console, as_json=as_json), console, build_out))
     except KeyboardInterrupt:
         console.print(escape(interrupted(progress, job.out)), highlight=False, soft_wrap=True)
         raise typer.Exit(_INTERRUPTED) from None
     console.print(escape(summarized(summary, job.endpoint.url)), highlight=False, soft_wrap=True)
+    if build_out is not None and built is not None:
+        console.print(escape(built_line(built, build_out)), highlight=False, soft_wrap=True)
     if summary.failed:
         raise typer.Exit(1)
 
 
-async def _play(job: JobFile, on: On, progress: JobProgress, view: View, console: Console) -> JobSummary:
+async def _play(
+    job: JobFile, on: On, progress: JobProgress, view: View, console: Console, build_out: str | None
+) -> tuple[JobSummary, StreamReport | None]:
+    """Plays, and builds into `build_out` meanwhile, if that is asked for."""
+    from gym_capture.commands.job_rows import build_while_playing
     from gym_capture.commands.rollout_view import watching
+    from gym_capture.rollouts.exchanges import Exchanges
+    from gym_capture.rollouts.job import JobRun
     from gym_capture.rollouts.jobfile import prepare, tasks_of
-    from gym_capture.rollouts.on_graph import play_on_graph
+    from gym_capture.rollouts.on_graph import endpoints, play_on_graph
+    from gym_capture.rollouts.on_ray import on_ray
+    from gym_capture.rollouts.rows import exchange_of
 
     endpoint = job.endpoint
     keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
     options = job.options(job.job_id or _job_id(job.out))
-    if on is On.RAY:
-        tasks = tasks_of(job)
-        check_server(endpoint.url)
-        async with _on_ray(job, options, tasks, keyring, console) as run, watching(progress, view):
-            return await run.run(progress=progress)
-    prepared = await prepare(job)
+    prepared = await prepare(job) if on is On.HERE else None  # on Ray, the workers make what plays
+    tasks = tasks_of(job) if prepared is None else prepared.tasks
     check_server(endpoint.url)
     clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
-    async with watching(progress, view):
-        return await play_on_graph(
-            url=endpoint.url,
-            tasks=prepared.tasks,
-            make_environment=prepared.make_environment,
-            harness=prepared.harness,
-            options=options,
-            settings=job.settings,
-            clear=clear,
-            close=close,
-            directory=job.out,
-            progress=progress,
-            keyring=keyring,
-        )
-
-
-@asynccontextmanager
-async def _on_ray(
-    job: JobFile, options: JobOptions, tasks: Sequence[Task], keyring: Keyring | None, console: Console
-) -> AsyncIterator[JobRun]:
-    """The job, with workers on the cluster."""
-    from gym_capture.rollouts.job import JobRun
-    from gym_capture.rollouts.on_graph import endpoints
-    from gym_capture.rollouts.on_ray import on_ray
+    summaries: list[JobSummary] = []
 
     def note(text: str) -> None:
         console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
-    clear, close = _fencing(job.endpoint.ray_address, job.endpoint.namespace)
-    endpoint = endpoints(job.endpoint.url, keyring)
-    async with on_ray(job, endpoint=endpoint, clear=clear, close=close, note=note) as attempts:
-        yield JobRun(tasks=tasks, options=options, attempts=attempts, settings=job.settings, directory=job.out)
+    with Exchanges(job.out) as exchanges:
+
+        def keep(row: RolloutRow, outcome: Outcome) -> None:
+            exchanges.add(row.rollout_id, exchange_of(outcome))
+
+        async def play_here(on_over: Callable[[RolloutRow], None]) -> None:
+            assert prepared is not None
+            played = await play_on_graph(
+                url=endpoint.url,
+                tasks=tasks,
+                make_environment=prepared.make_environment,
+                harness=prepared.harness,
+                options=options,
+                settings=job.settings,
+                clear=clear,
+                close=close,
+                directory=job.out,
+                on_row=on_over,
+                on_kept=on_over,
+                keep=keep,
+                progress=progress,
+                keyring=keyring,
+            )
+            summaries.append(played)
+
+        async def play_on_ray(on_over: Callable[[RolloutRow], None]) -> None:
+            to = endpoints(endpoint.url, keyring)
+            async with on_ray(job, endpoint=to, clear=clear, close=close, note=note) as attempts:
+                run = JobRun(
+                    tasks=tasks,
+                    options=options,
+                    attempts=attempts,
+                    settings=job.settings,
+                    directory=job.out,
+                    keep=keep,
+                )
+                summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
+
+        play = play_here if on is On.HERE else play_on_ray
+        async with watching(progress, view):
+            if build_out is None:
+                await play(lambda row: None)
+                built = None
+            else:
+                built = await build_while_playing(
+                    play,
+                    job=job,
+                    options=options,
+                    tasks=tasks,
+                    source=_records(endpoint.namespace),
+                    exchanges=exchanges,
+                    out=build_out,
+                    console=console,
+                )
+    return summaries[0], built
 
 
 async def _planned(job: JobFile, on: On) -> Sequence[str]:
@@ -345,6 +390,30 @@ def summarized(summary: JobSummary, url: str) -> str:
     if summary.failed and summary.resumed == len(summary.rows):
         parts.append("nothing was left to play: name another --out to start anew")
     return "; ".join(parts)
+
+
+def built_line(report: StreamReport, out: str) -> str:
+    """One line on what was built while a job ran."""
+    built = report.built
+    parts = [
+        f"built into {out}: {built.groups} groups, {built.trajectories} trajectories; {built.complete} of "
+        f"{built.requested} rollouts to train on"
+    ]
+    if report.kept:
+        parts.append(f"{report.kept} groups were built before this run")
+    if report.changed:
+        parts.append(
+            f"{len(report.changed)} groups were played again after they had been built, and keep what they were built "
+            f"of: {', '.join(report.changed[:_SHOWN_IDS])}"
+        )
+    return "; ".join(parts)
+
+
+def _records(namespace: str) -> SourceSpec:
+    """The source of the graph's records."""
+    from gym_capture.data.sources import SourceSpec
+
+    return SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": namespace})
 
 
 def _fencing(

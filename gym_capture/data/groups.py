@@ -211,6 +211,7 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
         extra_reasons = [join_reason(MaskReason.INCOMPLETE, request.failure)]
     else:
         extra_reasons = list(reward_problems(request.reward)) if request.compared else []
+    extra_reasons += _call_reward_problems(request, snapshot)
     built_rows = rows(
         built,
         snapshot=snapshot,
@@ -220,9 +221,23 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
         agent_name=request.agent_name,
         input_json=request.input,
         truncated=request.truncated,
+        call_rewards=request.call_rewards,
         extra_mask_reasons=extra_reasons,
     )
     return _Built(request, summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), built_rows)
+
+
+def _call_reward_problems(request: Request, snapshot: Snapshot) -> list[str]:
+    """Calls that got a reward and of which there is no record, or one that is no number."""
+    if not request.call_rewards:
+        return []
+    recorded = {record.model_call_id for record in snapshot.records}
+    unknown = [call_id for call_id in request.call_rewards if call_id not in recorded]
+    wrong = [call_id for call_id, reward in request.call_rewards.items() if not math.isfinite(reward)]
+    return [
+        *(join_reason(MaskReason.REWARD_OF_UNKNOWN_CALL, shown_id(call_id)) for call_id in unknown),
+        *(join_reason(MaskReason.NON_FINITE_REWARD, shown_id(call_id)) for call_id in wrong),
+    ]
 
 
 def summarize(

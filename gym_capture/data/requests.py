@@ -47,6 +47,8 @@ REQUEST_SCHEMA: Final[pa.Schema] = pa.schema(
         # i.e. `input` of a Responses request, as JSON.
         pa.field("agent_name", pa.string()),
         pa.field("input", pa.string()),
+        # What the agent itself gave to single calls, by call id: no part of the reward.
+        pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
     ]
 )
 
@@ -65,6 +67,8 @@ class Request:
     agent_name: str | None = None
     input: str | None = None
     """JSON."""
+    call_rewards: Mapping[str, float] | None = None
+    """By call id. Null: the agent gave none."""
     compared: bool = True
     """Whether it is one of a group. If not, nothing is known of its reward, which then masks nothing."""
     nbytes: int = 0
@@ -83,8 +87,8 @@ class ReadRequests:
 
 def read_requests(path: Path) -> ReadRequests:
     """Rollouts from lines of JSON, one object a line: `rollout_id`, `group_id`, and `reward`, `reward_components`,
-    `failure`, `truncated`, `agent_name`, `input` where they are known; `status` "failed" with `error`, as a rollout job
-    writes them, is a failure.
+    `call_rewards`, `failure`, `truncated`, `agent_name`, `input` where they are known; `status` "failed" with `error`,
+    as a rollout job writes them, is a failure.
 
     Other keys are somebody's own and are left out. A last line that was cut off in writing is left out and counted.
     Raises `RecordError` for any other line that cannot be read, `ConfigError` for what is no file or may not be read.
@@ -121,7 +125,8 @@ def request_table(records: Iterable[Mapping[str, Any]]) -> pa.Table:
     """A table of `REQUEST_SCHEMA` from mappings with its names; what a mapping lacks is null."""
     present = [{name: record.get(name) for name in REQUEST_SCHEMA.names} for record in records]
     for record in present:
-        record["reward_components"] = _items(record["reward_components"])
+        for name in ("reward_components", "call_rewards"):
+            record[name] = _items(record[name])
     return pa.Table.from_pylist(present, schema=REQUEST_SCHEMA)
 
 
@@ -160,6 +165,16 @@ def groups_of(table: pa.Table) -> list[tuple[Request, ...]]:
     for row in table.to_pylist():
         groups.setdefault(row["group_id"], []).append(_request(row))
     return [tuple(group) for group in groups.values()]
+
+
+def read_group(rows: Iterable[Mapping[str, Any]]) -> tuple[Request, ...]:
+    """The rollouts of one group, of objects as `read_requests` reads them from lines. Raises `RecordError`."""
+    try:
+        records = [_record(dict(row)) for row in rows]
+    except (ValueError, TypeError) as error:
+        raise RecordError(str(error), field="rollouts") from None
+    (group,) = groups_of(check_requests(request_table(records)))
+    return group
 
 
 def each_alone(sizes: Mapping[str, int]) -> list[tuple[Request, ...]]:
@@ -226,7 +241,7 @@ def split_into_parts(
 
 
 def _request(row: Mapping[str, Any]) -> Request:
-    components = row["reward_components"]
+    components, call_rewards = row["reward_components"], row["call_rewards"]
     return Request(
         rollout_id=row["rollout_id"],
         group_id=row["group_id"],
@@ -236,6 +251,7 @@ def _request(row: Mapping[str, Any]) -> Request:
         truncated=bool(row["truncated"]),
         agent_name=row["agent_name"],
         input=row["input"],
+        call_rewards=dict(call_rewards) if call_rewards else None,
     )
 
 
@@ -262,11 +278,7 @@ def _record(found: object) -> dict[str, Any]:
         if not isinstance(found.get(name), str):
             raise TypeError(f"{name} must be a string: got {found.get(name)!r}")
         _check_text(name, found[name])
-    components = found.get("reward_components")
-    if components is not None and not isinstance(components, dict):
-        raise TypeError(f"reward_components must be an object: got {components!r}")
-    for name in components or ():
-        _check_text("reward_components", name)
+    components, call_rewards = _numbers(found, "reward_components"), _numbers(found, "call_rewards")
     failure = found.get("failure")
     if failure is None and found.get("status") == "failed":
         failure = found.get("error") or AttemptFailure.FAILED
@@ -288,9 +300,8 @@ def _record(found: object) -> dict[str, Any]:
         "rollout_id": found["rollout_id"],
         "group_id": found["group_id"],
         "reward": _number("reward", found.get("reward")),
-        "reward_components": None
-        if components is None
-        else {name: _number(name, value) for name, value in components.items()},
+        "reward_components": components,
+        "call_rewards": call_rewards,
         "failure": failure,
         "truncated": truncated,
         "agent_name": agent_name,
@@ -306,6 +317,17 @@ def _task_as_input(task: str | None) -> str | None:
 
 def _is_input(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(map(_is_object, value)))
+
+
+def _numbers(found: Mapping[str, Any], key: str) -> dict[str, float | None] | None:
+    numbers = found.get(key)
+    if numbers is None:
+        return None
+    if not isinstance(numbers, dict):
+        raise TypeError(f"{key} must be an object: got {numbers!r}")
+    for name in numbers:
+        _check_text(key, name)
+    return {name: _number(name, value) for name, value in numbers.items()}
 
 
 def _is_object(value: object) -> bool:

@@ -96,13 +96,16 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("lost_tries", pa.int64()),
         # Of the rollout: whether its conversation outgrew the model's context.
         pa.field("truncated", pa.bool_()),
+        # Of the rollout: what the agent itself gave to single calls, by call id, as `spans` name them. No part of the
+        # reward, and never spread over other calls. Null where it gave none.
+        pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
 
 
 OPTIONAL: Final = frozenset(
-    {"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "truncated"}
+    {"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "truncated", "call_rewards"}
 )
 """Columns that a table of trajectories may lack: it was built before they were."""
 
@@ -118,6 +121,7 @@ def rows(
     agent_name: str | None = None,
     input_json: str | None = None,
     truncated: bool = False,
+    call_rewards: Mapping[str, float] | None = None,
     extra_mask_reasons: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
@@ -153,6 +157,7 @@ def rows(
         "agent_name": agent_name,
         "input": input_json,
         "truncated": truncated,
+        "call_rewards": None if call_rewards is None else list(call_rewards.items()),
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]

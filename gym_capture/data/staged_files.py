@@ -7,7 +7,8 @@ time has files of its own: the last to finish with `overwrite` is what stays, wi
 
 Flow: `staged_files(out, ...)` makes a hidden directory in `out`, and holds a lock on it -> write to `path(name)`, or
 have others write by `staging` and `add` what they wrote -> leaving the context removes the files that are replaced and
-gives the new ones their names, in the order in which they were asked for.
+gives the new ones their names, in the order in which they were asked for. Files that are each a result of their own
+`appear` before that.
 
 A hidden directory that nobody holds is what a process left that was killed: the next one removes it. Where there are no
 locks, as in object stores, nobody can tell it from one that is written to: it stays, and `left` names it.
@@ -73,6 +74,12 @@ class StagedFiles:
     def add(self, written: str, name: str) -> None:
         """A file that was written by `staging` under the name `written` is to be called `name`."""
         self._written[name] = written
+
+    def appear(self, written: str, name: str) -> None:
+        """Gives a file that was written by `staging` its name at once, whatever becomes of the others."""
+        with _as_config_error(self.staging.what, self.staging.out):
+            filesystem, hidden = fs.FileSystem.from_uri(self.staging.uri)
+            filesystem.move(f"{hidden}/{written}", f"{hidden.rpartition('/')[0]}/{name}")
 
     def publish(self, filesystem: fs.FileSystem, out: str, hidden: str, replaced: Sequence[str]) -> None:
         """Gives the files their names. If that cannot be done for all, it is for none."""

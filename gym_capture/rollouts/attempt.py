@@ -19,8 +19,8 @@ from typing import NamedTuple, Protocol
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
-from gym_capture.rollouts.harness import Endpoint, Failed, Harness
+from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Observation, Task
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness
 from gym_capture.rollouts.patience import Late, Patience, Raised, Value
 
 
@@ -32,9 +32,8 @@ class Scored:
     n_calls: int
     reward: float
     components: Mapping[str, float]
-    truncated: bool = False
-    """As `Completed` has it, and so is `failed_call`."""
-    failed_call: int | None = None
+    completed: Completed
+    """The harness's own account."""
 
 
 class Outcome(NamedTuple):
@@ -43,6 +42,8 @@ class Outcome(NamedTuple):
     result: Scored | Failed
     note: str | None
     """What went wrong afterwards, in the tear-down."""
+    observation: Observation | None = None
+    """The agent's start; None if it did not come to that."""
 
 
 class Play(Protocol):
@@ -91,6 +92,7 @@ class _Stage:
         self.environment: Environment | None = None
         """To be closed."""
         self.note: str | None = None
+        self.observation: Observation | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,21 +125,22 @@ class Attempts:
             await self._close(stage)
         match ended:
             case Value(result):
-                return Outcome(result, stage.note)
+                return Outcome(result, stage.note, stage.observation)
             case Raised(error):
                 retryable = error.retryable if isinstance(error, GymCaptureError) else True
-                return Outcome(Failed(stage.blamed, described(error), retryable=retryable), stage.note)
+                failed = Failed(stage.blamed, described(error), retryable=retryable)
+                return Outcome(failed, stage.note, stage.observation)
             case Late(still_runs):
                 detail = f"not over after {self.rollout_timeout_s:g} s"
                 if still_runs:
                     detail += "; the agent goes on although it was cancelled"
-                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail), stage.note)
+                return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail), stage.note, stage.observation)
 
     async def _play(self, rollout_id: str, task: Task, supersedes: Sequence[str], stage: _Stage) -> Scored | Failed:
         await make_ready(rollout_id, supersedes=supersedes, clear=self.clear, close=self.close)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
-        observation = await environment.reset(task)
+        observation = stage.observation = await environment.reset(task)
         endpoint = self.endpoint(rollout_id)
         stage.blamed = AttemptFailure.EXCEPTION
         outcome = await self.harness.run(endpoint=endpoint, observation=observation, environment=environment)
@@ -151,14 +154,10 @@ class Attempts:
         reward = float(score.reward)
         if not math.isfinite(reward):
             return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {reward}", n_calls)
-        return Scored(
-            answer=answer,
-            n_calls=n_calls,
-            reward=reward,
-            components=components,
-            truncated=outcome.truncated,
-            failed_call=outcome.failed_call,
-        )
+        for call_id, given in outcome.call_rewards.items():
+            if not math.isfinite(given):
+                return Failed(AttemptFailure.BAD_REWARD, f"the agent's reward of call {call_id} is {given}", n_calls)
+        return Scored(answer=answer, n_calls=n_calls, reward=reward, components=components, completed=outcome)
 
     async def _close(self, stage: _Stage) -> None:
         environment = stage.environment

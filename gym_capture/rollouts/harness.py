@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal, Protocol, TypeAlias
 
 import httpx
@@ -62,6 +62,18 @@ class Completed:
     """The conversation outgrew the model's context: the server refused to go on with it."""
     failed_call: int | None = None
     """Of a truncated one: which model call did not fit, from 1; None if that is not known."""
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Rewards that the agent itself gives to single calls, by the `id` of their replies. They are kept beside the
+    reward of the rollout, which the environment gives, and never stand for it."""
+    response: Mapping[str, Any] | None = None
+    """The agent's own Responses object, if it gives one."""
+    output: Literal["merged", "native"] = "merged"
+    """What `response.output` of the rollout's row is. `merged`: the items of its calls, with their ids, from the
+    records. `native`: what `response` says, left alone, because the agent's own items have exact ids."""
+
+    def __post_init__(self) -> None:
+        if self.output == "native" and self.response is None:
+            raise ConfigError("a harness whose own output is to be left alone has to give its response")
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,11 +152,18 @@ class RolloutJob:
     settings do not count for this one. Endpoints and credentials are no part of it."""
     directory: Path
     """Where rows are kept, see `ledger`."""
+    keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
+    """Told of each row and what it was made of, before the row is written: for what is too large for it."""
 
     async def run(
-        self, *, on_row: Callable[[RolloutRow], None] = lambda row: None, progress: JobProgress | None = None
+        self,
+        *,
+        on_row: Callable[[RolloutRow], None] = lambda row: None,
+        on_kept: Callable[[RolloutRow], None] = lambda row: None,
+        progress: JobProgress | None = None,
     ) -> JobSummary:
-        """Plays what has no row yet. `on_row` is told of each new row, `progress` of all that goes on.
+        """Plays what has no row yet. `on_kept` is told of each row that an earlier run left, before anything is played,
+        `on_row` of each new one, `progress` of all that goes on.
 
         Raises `ConfigError` if the server does not admit the job's calls or if the rows cannot be written.
         """
@@ -176,8 +183,9 @@ class RolloutJob:
             attempts=attempts,
             settings=self.settings,
             directory=self.directory,
+            keep=self.keep,
         )
-        return await run.run(on_row=on_row, progress=progress)
+        return await run.run(on_row=on_row, on_kept=on_kept, progress=progress)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,9 +198,14 @@ class JobRun:
     settings: Mapping[str, Any]
     """As those of `RolloutJob`."""
     directory: Path
+    keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
 
     async def run(
-        self, *, on_row: Callable[[RolloutRow], None] = lambda row: None, progress: JobProgress | None = None
+        self,
+        *,
+        on_row: Callable[[RolloutRow], None] = lambda row: None,
+        on_kept: Callable[[RolloutRow], None] = lambda row: None,
+        progress: JobProgress | None = None,
     ) -> JobSummary:
         """As `RolloutJob.run`."""
         every = list(rollouts_of(self.tasks, self.options))
@@ -203,6 +216,8 @@ class JobRun:
             ledger.forget(again)
             pending = [rollout for rollout in every if rollout.place not in ledger.rows]
             progress.begin(total=len(every), rows=ledger.rows.values())
+            for row in ledger.rows.values():
+                on_kept(row)
             queue = iter(pending)
 
             async def worker() -> None:
@@ -257,6 +272,7 @@ class JobRun:
                 progress.failed(failure)
                 failed_attempts += 1
             if not self._deserves_more(row, failed_attempts):
+                self.keep(row, outcome)
                 ledger.add_row(row)
                 return row
             await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (failed_attempts - 1), _LONGEST_WAIT_S))
@@ -278,10 +294,11 @@ def _row(rollout: Rollout, outcome: Outcome, *, attempt: int, started_at: float,
             status="finished",
             reward=result.reward,
             reward_components=result.components,
+            call_rewards={str(call_id): float(given) for call_id, given in result.completed.call_rewards.items()},
             n_calls=result.n_calls,
             attempt=attempt,
-            truncated=result.truncated,
-            failed_call=result.failed_call,
+            truncated=result.completed.truncated,
+            failed_call=result.completed.failed_call,
             answer=result.answer,
             note=outcome.note,
             started_at=started_at,

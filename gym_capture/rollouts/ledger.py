@@ -56,6 +56,8 @@ class RolloutRow:
     status: Literal["finished", "failed"]
     reward: float | None
     reward_components: Mapping[str, float] = field(default_factory=dict)
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """What the agent itself gave to single calls, by call id. No part of the reward."""
     n_calls: int
     attempt: int
     """The number of the attempt that counts, from 1. Those before it failed, or were cut off with the job."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_capture.auth import Keyring
+from gym_capture.rollouts.attempt import Outcome
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
@@ -31,6 +32,8 @@ async def play_on_graph(
     close: Callable[[str], Awaitable[object]],
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
+    on_kept: Callable[[RolloutRow], None] = lambda row: None,
+    keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
 ) -> JobSummary:
@@ -45,9 +48,10 @@ async def play_on_graph(
         close=close,
         settings=settings,
         directory=directory,
+        keep=keep,
     )
     try:
-        return await job.run(on_row=on_row, progress=progress)
+        return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)
     finally:
         # The rollouts are over: how this ends changes nothing of them.
         limit_s = options.close_timeout_s

@@ -81,7 +81,8 @@ def test_nemo_rl_gets_each_rollout_from_the_files_of_a_build(
         (0.0, False),
         (0.0, True),
     ]
-    assert [item["content"] for item in first["response"]["output"]] == ["said by a", "said by b"]
+    contents = [item["content"] for item in first["response"]["output"]]
+    assert [[part["text"] for part in content] for content in contents] == [["said by a"], ["said by b"]]
     assert first["response"]["model"] == "served"
     walked = contiguity_walk(first["response"]["output"])
     assert [(message.role, message.token_ids) for message in walked] == [

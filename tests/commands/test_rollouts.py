@@ -14,13 +14,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
+from openai.types.responses import Response
 
 from gym_capture import cli
 from gym_capture.commands.rollouts import _job_id, summarized
+from gym_capture.data.sources import SourceSpec
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
+from tests.data import made_rollouts
 from tests.rollouts.scripted_server import Call, serving, solve
+from trainer_bridge.nemo_rl import contiguity_walk
+from trainer_bridge.stream import parquet_batches, read_rollouts
 
 
 def row(sample: int, *, failed: bool = False) -> RolloutRow:
@@ -141,6 +147,47 @@ def test_a_job_file_is_played_and_goes_on_with_other_keys(here: Path, capsys: py
     assert "2 were over before this run" in capsys.readouterr().err
     assert run_command("--set", "samples=1", "--max-tokens", "65") == 2
     assert "job holds another job: harness.max_tokens: 64 -> 65" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("in_a_thread")
+def test_groups_are_built_while_the_job_plays_and_once(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
+    monkeypatch.setattr("gym_capture.commands.rollouts._records", lambda namespace: made)
+    called: list[str] = []
+
+    async def looking(call: Call) -> Any:
+        called.append(call.rollout_id)
+        while len(set(called)) == 3 and not list(here.glob("out/part-*.parquet")):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)  # the first group appears while the second plays, or never
+        return await solve(call)
+
+    assert run_command("--build", "out", "--concurrency", "1", script=looking) == 0
+    assert "built into out: 2 groups, 4 trajectories; 4 of 4 rollouts to train on\n" in capsys.readouterr().err
+    rollouts = list(read_rollouts(parquet_batches(here / "out")))
+    assert len({rollout.group_id for rollout in rollouts}) == 2
+    assert all(rollout.advantage is not None for rollout in rollouts)
+    rows = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
+    assert {row["rollout_id"] for row in rows} == {rollout.rollout_id for rollout in rollouts}
+    indices = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
+    assert indices == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    for row in rows:
+        Response.model_validate(row["response"])
+        assert row["agent_ref"]["name"] == "tool-loop"
+        assert row["responses_create_params"]["input"][-1]["role"] == "user"
+        assert {tool["name"] for tool in row["responses_create_params"]["tools"]} == {"add", "multiply"}
+        assert row["_ng_token_capture"]["output"] == "merged"
+        contiguity_walk(row["response"]["output"])
+    table = pq.read_table(here / "job" / "rows.parquet")
+    assert table.column("rollout_id").to_pylist() == [row["rollout_id"] for row in rows]
+    (here / "job" / "rows.jsonl").unlink()  # as if it had been killed before they were written
+    parts = {path: path.stat().st_mtime_ns for path in here.glob("out/part-*")}
+    assert run_command("--build", "out") == 0
+    again = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
+    assert sorted(again, key=lambda row: row["rollout_id"]) == sorted(rows, key=lambda row: row["rollout_id"])
+    assert "2 groups were built before this run\n" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in here.glob("out/part-*")} == parts
 
 
 @pytest.mark.usefixtures("in_a_thread")

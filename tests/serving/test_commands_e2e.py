@@ -7,7 +7,10 @@ from pathlib import Path
 
 import httpx
 import pytest
+from openai.types.responses import Response
+from pyarrow.parquet import read_table
 
+from gym_capture.data.schema import SCHEMA
 from gym_capture.models import tiny_dir
 from tests.serving.graph import Graph, gym_capture
 from trainer_bridge.nemo_rl import contiguity_walk
@@ -17,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     play = ("rollouts", "run", "--url", graph.url, "--namespace", graph.namespace, "--out", tmp_path / "job")
-    play += ("--generate", "2", "--samples", "2")
+    play += ("--generate", "2", "--samples", "2", "--build", tmp_path / "streamed")
     played = gym_capture(*play)
     assert played.returncode == 0, played.stderr
     assert "4 of 4 rollouts finished" in played.stderr
@@ -39,6 +42,20 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "parquet" / "_report.json").read_text())
     assert (report["requested"], report["complete"], report["trajectories"]) == (4, 4, 4)
     assert report["generated_tokens_delivered"] == report["generated_tokens_captured"] > 0
+
+    # What was built while the job played is the same; only there it is known who played what.
+    columns = [name for name in SCHEMA.names if name not in ("agent_name", "input")]
+    tables = [read_table(tmp_path / out, columns=columns).sort_by("trajectory_id") for out in ("parquet", "streamed")]
+    assert tables[0].equals(tables[1])
+    assert len(list((tmp_path / "streamed").glob("part-*.parquet"))) == 2
+    by_group = [json.loads(line) for line in (tmp_path / "job" / "rows.jsonl").read_text().splitlines()]
+    assert {row["rollout_id"] for row in by_group} == {row["rollout_id"] for row in rows}
+    for row in by_group:
+        assert not row["mask_sample"]
+        response = Response.model_validate(row["response"])
+        assert {item.type for item in response.output} >= {"function_call"}
+        assert len([m for m in contiguity_walk(row["response"]["output"]) if m.role == "assistant"]) == 3
+        assert {tool["name"] for tool in row["responses_create_params"]["tools"]} == {"add", "multiply"}
 
     trained = gym_capture("train-step", "--model", tiny_dir(), "--data", tmp_path / "parquet", "--json")
     assert trained.returncode == 0, trained.stderr

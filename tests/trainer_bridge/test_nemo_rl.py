@@ -28,6 +28,11 @@ def text(value: str) -> dict[str, Any]:
     return {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": value}]}
 
 
+def annotated(value: str) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": value, "annotations": []}]
+    return {"type": "message", "role": "assistant", "content": content}
+
+
 CALL_A = entry_of(
     rollout_id="r1",
     model_call_id="a",
@@ -86,12 +91,14 @@ def test_a_record() -> None:
     tokens_a = {"prompt_token_ids": [1, 2], "generation_token_ids": [3, 9], "generation_log_probs": [-0.5, -0.25]}
     tokens_b = {"prompt_token_ids": [1, 2, 3, 9, 4], "generation_token_ids": [5], "generation_log_probs": [-0.125]}
     assert record["response"]["output"] == [
-        {"type": "reasoning", "summary": []},
-        text("hi") | tokens_a,
-        {"type": "function_call", "name": "ls"},
-        text("done") | tokens_b,
+        {"type": "reasoning", "id": "rs_a_0", "summary": []},
+        {"id": "msg_a_1", "status": "completed"} | annotated("hi") | tokens_a,
+        {"type": "function_call", "id": "fc_a_2", "status": "completed", "call_id": "fc_a_2", "arguments": ""}
+        | {"name": "ls"},
+        {"id": "msg_b_0", "status": "completed"} | annotated("done") | tokens_b,
     ]
-    assert record["response"]["usage"] == {"input_tokens": 2, "output_tokens": 3}
+    counted = record["response"]["usage"]
+    assert (counted["input_tokens"], counted["output_tokens"], counted["total_tokens"]) == (2, 3, 5)
     assert record["response"]["model"] == "served"
     assert (record["rollout_id"], record["group_id"], record["agent_ref"]["name"]) == ("r1", "g", "coder")
     assert record["responses_create_params"] == {"input": [{"role": "user", "content": "go"}]}
@@ -242,3 +249,8 @@ def test_the_walk_gives_back_what_was_built(entries: list[TokenEntry], delivery:
         assert loss == trajectory.loss_mask.tolist()[:last_trained]
         assert log_probs == trajectory.log_probs.tolist()[:last_trained]
     assert project(rollout)["mask_sample"] == rollout.masked
+
+
+def test_a_failed_rollout_of_a_job_has_no_components_to_add_up() -> None:
+    record = project(finished(snapshot_of([CALL_A]), reward=None, reward_components={}))
+    assert (record["reward"], record["mask_sample"], "reward_components" in record) == (0.0, True, False)
