@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from gym_capture.commands.rollout_view import JsonView, LineView, LiveView, clock, drawn, watching
+from gym_capture.errors import ConfigError
 from gym_capture.rollouts.progress import JobProgress, Running, Snapshot
 
 NOW = Snapshot(
@@ -105,6 +106,14 @@ def test_the_last_numbers_are_shown_however_it_ends(ends: type[BaseException] | 
         with pytest.raises(ends):
             asyncio.run(run(seen))
     assert (seen.totals[0], seen.totals[-1]) == (0, 5)
+
+
+async def test_a_job_that_was_refused_shows_no_numbers() -> None:
+    output = io.StringIO()
+    with pytest.raises(ConfigError):
+        async with watching(JobProgress(), LineView(Console(file=output))):
+            raise ConfigError("no")
+    assert output.getvalue() == ""
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.6, "0:00:05"), (3723, "1:02:03")])
