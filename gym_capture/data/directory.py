@@ -1,6 +1,7 @@
 """A directory of records into Parquet files, without Ray: NeMo Gym's token files, or what a stopped graph left.
 
 Invariant: every rollout of the directory gets at least one row, however bad its files are. Token files are only read.
+A directory that holds something else is refused, lest a wrong path be built as a job without rollouts.
 
 Flow: the rollouts of the directory, or those that are asked for with their groups and rewards -> parts of bounded
 size -> `trajectory_files.write_files`: token files in processes of this machine, logs, which have one
@@ -27,6 +28,7 @@ from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import ROLLOUTS_PER_PART, check_requests, each_alone, groups_of, split_into_parts
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
+from gym_capture.errors import ConfigError
 
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
 _ALONE_PER_PART: Final = 1_000
@@ -71,12 +73,19 @@ def build_directory(
 
     `source`: a directory of token files or, without any, one that has logs in it. `requests`: which rollouts, with
     their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, each its own group and without a reward.
-    `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `StoreError` if
-    `source` cannot be listed, is in use or a worker died.
+    `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `ConfigError` for a
+    `source` with neither token files nor a log among what is in it, `StoreError` if it cannot be listed, is in use or a
+    worker died.
     """
-    has_logs = bool(holds_logs(source)) and not rollout_sizes(source)
+    sizes = rollout_sizes(source)
+    has_logs = bool(holds_logs(source)) and not sizes
+    if not sizes and not has_logs and any(source.iterdir()):
+        raise ConfigError(
+            f"{source} holds neither files named <rollout id>.tokens.jsonl nor a log: name the folder of the token "
+            "files, or the graph's `state.directory`"
+        )
     if requests is None:
-        sizes = _logged(source) if has_logs else rollout_sizes(source)
+        sizes = _logged(source) if has_logs else sizes
         parts = split_into_parts(each_alone(sizes), rollouts_per_part=_ALONE_PER_PART)
     else:
         parts = split_into_parts(groups_of(check_requests(requests)), rollouts_per_part=ROLLOUTS_PER_PART)
