@@ -1,4 +1,8 @@
-"""Loading implementations of the seams by import path."""
+"""Loading implementations of the seams by import path.
+
+Invariant: a path that leads nowhere, and a module that is no Python, is a `ConfigError` that says what to do. What goes
+wrong while a module runs is its own, and raised as it is.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,11 @@ def load(path: str) -> Any:
         found: Any = importlib.import_module(module_name)
         for name in names.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as error:
+    except ModuleNotFoundError as error:
+        missing = error.name or ""
+        known = f"{module_name}.".startswith(f"{missing}.")  # not something else that the module imports
+        where = ": is the folder that holds it on PYTHONPATH?" if known else ""
+        raise ConfigError(f"cannot load {path!r}: {error}{where}") from error
+    except (ImportError, AttributeError, SyntaxError) as error:
         raise ConfigError(f"cannot load {path!r}: {error}") from error
     return found

@@ -1,7 +1,7 @@
 """What a rollout job shows of itself while it runs.
 
 Invariant: all views show the numbers of a `Snapshot` and no others, and how things stand in the end is shown in any
-case. A view only reads: it changes nothing of the job.
+case, unless the job was refused before it began. A view only reads: it changes nothing of the job.
 
     terminal          a live view
     no terminal       a line every ten seconds, and one in the end
@@ -62,7 +62,8 @@ async def watching(progress: JobProgress, view: View) -> AsyncIterator[None]:
             yield
         finally:
             ticking.cancel()
-            view.show(progress.now())
+            if (last := progress.now()).total:
+                view.show(last)
 
 
 class LiveView:

@@ -200,7 +200,7 @@ async def _play(
     keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
     options = job.options(job.job_id or _job_id(job.out))
     prepared = await prepare(job) if on is On.HERE else None  # on Ray, the workers make what plays
-    tasks = tasks_of(job) if prepared is None else prepared.tasks
+    tasks = await tasks_of(job) if prepared is None else prepared.tasks
     check_server(endpoint.url)
     clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
     summaries: list[JobSummary] = []

@@ -1,6 +1,7 @@
 """A directory of records into Parquet files, without Ray: NeMo Gym's token files, or what a stopped graph left.
 
 Invariant: every rollout of the directory gets at least one row, however bad its files are. Token files are only read.
+A directory that holds something else is refused, lest a wrong path be built as a job without rollouts.
 
 Flow: the rollouts of the directory, or those that are asked for with their groups and rewards -> parts of bounded
 size -> `trajectory_files.write_files`: token files in processes of this machine, logs, which have one
@@ -35,6 +36,7 @@ from gym_capture.data.requests import (
 )
 from gym_capture.data.sources import SourceSpec
 from gym_capture.data.trajectory_files import write_files
+from gym_capture.errors import ConfigError
 from gym_capture.stores.base import standings_of
 
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
@@ -80,15 +82,22 @@ def build_directory(
 
     `source`: a directory of token files or, without any, one that has logs in it. `requests`: which rollouts, with
     their groups and rewards (`requests.REQUEST_SCHEMA`); None: all there are, by what is on record of them.
-    `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `StoreError` if
-    `source` cannot be listed, is in use or a worker died.
+    `workers` are for token files. Else as `write_files`. Raises `RecordError` for wrong `requests`, `ConfigError` for a
+    `source` with neither token files nor a log among what is in it, `StoreError` if it cannot be listed, is in use or a
+    worker died.
     """
-    has_logs = bool(holds_logs(source)) and not rollout_sizes(source)
+    sizes = rollout_sizes(source)
+    has_logs = bool(holds_logs(source)) and not sizes
+    if not sizes and not has_logs and any(source.iterdir()):
+        raise ConfigError(
+            f"{source} holds neither files named <rollout id>.tokens.jsonl nor a log: name the folder of the token "
+            "files, or the graph's `state.directory`"
+        )
     if requests is None:
         parts = (
             split_into_parts(groups_recorded(_logged(source)), rollouts_per_part=ROLLOUTS_PER_PART)
             if has_logs
-            else split_into_parts(each_alone(rollout_sizes(source)), rollouts_per_part=_ALONE_PER_PART)
+            else split_into_parts(each_alone(sizes), rollouts_per_part=_ALONE_PER_PART)
         )
     else:
         parts = split_into_parts(groups_of(check_requests(requests)), rollouts_per_part=ROLLOUTS_PER_PART)

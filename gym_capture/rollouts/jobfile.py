@@ -11,10 +11,10 @@ made or refused -> a job on a graph.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 
@@ -23,11 +23,13 @@ from gym_capture.rollouts.catalog import environment_factory, harness_factory, t
 from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Harness
 from gym_capture.rollouts.job import JobOptions
-from gym_capture.rollouts.patience import Patience, Raised, Value
+from gym_capture.rollouts.patience import Late, Patience, Raised
 
 FORMAT_VERSION: Final = 1
 _MADE_TASKS: Final = 4
 _JOB_DEFAULTS: Final = JobOptions(job_id="")
+
+_T = TypeVar("_T")
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -147,9 +149,9 @@ class Prepared:
 
 async def prepare(job: JobFile) -> Prepared:
     """Makes what the job names. Raises `ConfigError` for whatever of it cannot work: a line of the tasks, an unknown
-    name or option, a program that is not installed, an environment that cannot be made."""
+    name or option, a program that is not installed, an environment that cannot be made, or cannot make its tasks."""
     make_environment = await prepare_environment(job)
-    tasks = tasks_of(job)
+    tasks = await tasks_of(job)
     # Last: it may hold what must be closed.
     return Prepared(tasks=tasks, make_environment=make_environment, harness=prepare_harness(job))
 
@@ -172,32 +174,45 @@ def prepare_harness(job: JobFile) -> Harness:
 
 async def _try(make_environment: EnvironmentFactory, job: JobFile) -> None:
     """Makes an environment and closes it: what does not work once does not work in any rollout."""
+    environment = await _own(make_environment, job, "cannot be made")
     limit_s = job.limits.close_timeout_s
-    patience = Patience(grace_s=limit_s)
-
-    async def make() -> Environment:
-        return make_environment()
-
-    match await patience.wait(make, limit_s=job.limits.rollout_timeout_s):
-        case Value(environment):
-            await patience.wait(environment.close, limit_s=limit_s)
-        case Raised(ConfigError() as error):
-            raise error
-        case Raised(error):
-            kind = type(error).__name__
-            raise ConfigError(f"environment {job.environment.name!r} cannot be made: {kind}: {error}")
+    await Patience(grace_s=limit_s).wait(environment.close, limit_s=limit_s)
 
 
-def tasks_of(job: JobFile) -> Sequence[Task]:
+async def tasks_of(job: JobFile) -> Sequence[Task]:
     """The tasks that a job names. Raises `ConfigError`."""
     section = job.tasks
     if section.file is not None:
         return read_tasks(section.file)
     maker = task_maker(job.environment.name)
-    tasks = maker(section.count or _MADE_TASKS, seed=section.seed or 0, **job.environment.options)
+
+    def make() -> Sequence[Task]:
+        return tuple(maker(section.count or _MADE_TASKS, seed=section.seed or 0, **job.environment.options))
+
+    tasks = await _own(make, job, "cannot make tasks")
     if not tasks:
         raise ConfigError(f"environment {job.environment.name!r} made no tasks")
+    for task in tasks:
+        if not isinstance(task, Task):
+            raise ConfigError(f"environment {job.environment.name!r} made a task that is no `Task`: {repr(task)[:100]}")
     return tasks
+
+
+async def _own(work: Callable[[], _T], job: JobFile, fails: str) -> _T:
+    """What code of the environment returns. Raises `ConfigError` for whatever it raises."""
+
+    async def run() -> _T:
+        return work()
+
+    ended = await Patience(grace_s=job.limits.close_timeout_s).wait(run, limit_s=job.limits.rollout_timeout_s)
+    if isinstance(ended, Late):
+        raise ConfigError(f"environment {job.environment.name!r} {fails}: it takes longer than a rollout may")
+    if isinstance(ended, Raised):
+        if isinstance(ended.error, ConfigError):
+            raise ended.error
+        kind = type(ended.error).__name__
+        raise ConfigError(f"environment {job.environment.name!r} {fails}: {kind}: {ended.error}")
+    return ended.value
 
 
 def read_tasks(path: Path) -> list[Task]:

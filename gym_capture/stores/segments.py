@@ -92,7 +92,7 @@ def lock_directory(directory: Path) -> int:
             raise
         raise StoreUnavailableError(
             f"the log directory {directory} is in use by process {holder}: give each store a directory of its own, "
-            "or stop that process"
+            "or stop that process (`gym-capture state stop`, if it is a graph's)"
         ) from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

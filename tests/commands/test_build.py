@@ -197,6 +197,8 @@ def test_trajectories_are_not_replaced_by_accident(captures: Path, tmp_path: Pat
         (["build", "captures", "--out", "out", "--strategy", "guess"], "'guess' is not one of"),
         (["build", "captures", "--out", "captures/r1.tokens.jsonl"], "cannot write"),
         (["build", "captures", "--out", "out", "--rollouts", "bad.jsonl"], "line 1"),
+        (["build", ".", "--out", "out"], "holds neither files named <rollout id>.tokens.jsonl nor a log: name the"),
+        (["build", ".", "--out", "out", "--rollouts", "good.jsonl"], "holds neither files named <rollout id>.tokens."),
     ],
 )
 def test_wrong_usage_ends_with_2_and_says_why(
@@ -209,6 +211,7 @@ def test_wrong_usage_ends_with_2_and_says_why(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.jsonl").write_text('{"rollout_id": 1}\n', encoding="utf-8")
+    (tmp_path / "good.jsonl").write_text('{"rollout_id": "r1", "group_id": "g", "reward": 1.0}\n', encoding="utf-8")
     assert gym_capture(*arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "out").exists()

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from gym_capture.commands.rollout_view import JsonView, LineView, LiveView, clock, drawn, watching
+from gym_capture.errors import ConfigError
 from gym_capture.rollouts.ledger import FailureRow
 from gym_capture.rollouts.progress import JobProgress, Running, Snapshot
 
@@ -145,6 +146,14 @@ def failure(reason: str) -> FailureRow:
         n_calls=0,
         at=0.0,
     )
+
+
+async def test_a_job_that_was_refused_shows_no_numbers() -> None:
+    output = io.StringIO()
+    with pytest.raises(ConfigError):
+        async with watching(JobProgress(), LineView(Console(file=output))):
+            raise ConfigError("no")
+    assert output.getvalue() == ""
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(4.6, "0:00:05"), (3723, "1:02:03")])

@@ -250,6 +250,98 @@ async def test_a_harness_says_why_there_is_no_answer(folder: Path) -> None:
     assert (await run()).reason == "connection"
 
 
+# --- an exporter -----------------------------------------------------------------------------------------------------
+
+
+def captured(call_id: str, prompt: list[int], generation: list[int], **parent: Any) -> dict[str, Any]:
+    """A line of NeMo Gym's token files."""
+    return {
+        "schema_version": 3,
+        "model_call_id": call_id,
+        "model": "policy",
+        "prompt_token_ids": prompt,
+        "generation_token_ids": generation,
+        "generation_log_probs": [-0.5] * len(generation),
+        "parent_resolution": "root",
+        **parent,
+    }
+
+
+def built(folder: Path, *rollouts: dict[str, Any]) -> Path:
+    """Trajectories of two rollouts: of two calls, and of one."""
+    second = captured("b", [1, 2, 3, 4], [5], parent_resolution="resolved", parent_call_id="a")
+    calls = {"r1": [captured("a", [1, 2], [3]), second], "r2": [captured("c", [1, 2], [7, 8])]}
+    (folder / "captures").mkdir()
+    for rollout_id, lines in calls.items():
+        text = "".join(json.dumps({"rollout_id": rollout_id, **line}) + "\n" for line in lines)
+        (folder / "captures" / f"{rollout_id}.tokens.jsonl").write_text(text, encoding="utf-8")
+    (folder / "rollouts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rollouts), encoding="utf-8")
+    listed = ["--rollouts", str(folder / "rollouts.jsonl")] if rollouts else []
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["build", str(folder / "captures"), *listed, "--out", str(folder / "built")])
+    assert stop.value.code == 0
+    return folder / "built"
+
+
+@pytest.fixture
+def with_labels(tmp_path: Path) -> Path:
+    """A copy of the packages with the exporter in it, as a reader's checkout is."""
+    checkout = tmp_path / "checkout"
+    for name in ("gym_capture", "trainer_bridge"):
+        shutil.copytree(ROOT / name, checkout / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name, text in (
+        ("trainer_bridge/labels.py", written("trainer_bridge/labels.py")),
+        ("trainer_bridge/exporter.py", patched("trainer_bridge/exporter.py")),
+    ):
+        (checkout / name).write_text(text, encoding="utf-8")
+    return checkout
+
+
+def export(checkout: Path, data: Path, out: Path) -> subprocess.CompletedProcess[str]:
+    (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--to labels" in line]
+    _, _, _, *options, _, _ = line.split()  # without the page's own folders
+    return python("-m", "gym_capture.cli", "export", str(data), *options, "--out", str(out), cwd=checkout)
+
+
+def test_an_exporter_labels_what_is_trained_and_nothing_of_a_masked_rollout(tmp_path: Path, with_labels: Path) -> None:
+    data = built(
+        tmp_path,
+        {"rollout_id": "r1", "group_id": "g", "reward": 1.0},
+        {"rollout_id": "r2", "group_id": "g", "reward": 0.5, "failure": "command_failed"},
+    )
+    done = export(with_labels, data, tmp_path / "out")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 rollouts in 1 groups for labels, 1 of them masked")
+    lines = (tmp_path / "out" / "trajectories.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {
+            "group": "g",
+            "rollout": "r1",
+            "input_ids": [1, 2, 3, 4, 5],
+            "labels": [-100, -100, 3, -100, 5],
+            "old_log_probs": [0, 0, -0.5, 0, -0.5],
+            "reward": 1.0,
+        },
+        {
+            "group": "g",
+            "rollout": "r2",
+            "input_ids": [1, 2, 7, 8],
+            "labels": [-100] * 4,
+            "old_log_probs": [0] * 4,
+            "reward": None,
+        },
+    ]
+
+
+def test_an_exporter_refuses_what_its_trainer_could_not_read_and_leaves_nothing(
+    tmp_path: Path, with_labels: Path
+) -> None:
+    done = export(with_labels, built(tmp_path), tmp_path / "out")
+    assert done.returncode == 2
+    assert "error: has no reward: build with --rollouts (rollout r1)" in done.stderr
+    assert not (tmp_path / "out" / "trajectories.jsonl").exists()
+
+
 # --- a reason --------------------------------------------------------------------------------------------------------
 
 

@@ -36,6 +36,16 @@ class Idle(Register):
         return []
 
 
+class Torn(Register):
+    """Makes tasks that are none, or fails at it."""
+
+    @staticmethod
+    def tasks(count: int, *, seed: int = 0, broken: bool = False) -> list[Task]:  # type: ignore[override]
+        if broken:
+            raise LookupError("no such game")
+        return [Task("a"), ("b", {})]  # type: ignore[list-item]
+
+
 def job(**keys: Any) -> JobFile:
     return JobFile.model_validate({"format_version": 1, "out": "unused", **keys})
 
@@ -56,14 +66,18 @@ def write(path: Path, *lines: str) -> Path:
 
 def test_a_job_of_defaults_is_ready() -> None:
     ready = prepared()
-    assert ready.tasks == Register.tasks(4, seed=0)
+    assert list(ready.tasks) == Register.tasks(4, seed=0)
     assert isinstance(ready.make_environment(), Register)
 
 
 def test_tasks_are_made_up_by_the_environment() -> None:
-    assert prepared(tasks={"count": 2, "seed": 5}).tasks == Register.tasks(2, seed=5)
+    assert list(prepared(tasks={"count": 2, "seed": 5}).tasks) == Register.tasks(2, seed=5)
     with pytest.raises(ConfigError, match="made no tasks"):
         prepared(environment={"name": f"{HERE}:Idle"})
+    with pytest.raises(ConfigError, match=r"environment '.*:Torn' cannot make tasks: LookupError: no such game"):
+        prepared(environment={"name": f"{HERE}:Torn", "broken": True})
+    with pytest.raises(ConfigError, match=r"environment '.*:Torn' made a task that is no `Task`: \('b', {}\)"):
+        prepared(environment={"name": f"{HERE}:Torn"})
 
 
 def test_one_environment_is_tried_and_closed() -> None:

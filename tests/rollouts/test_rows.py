@@ -33,7 +33,7 @@ OWN = {"id": "resp_own", "metadata": {"k": "v"}, "output": [{"type": "message", 
 
 
 def outcome(**said: Any) -> RolloutRow:
-    values: dict[str, Any] = {"status": "finished", "reward": 1.0, "n_calls": 1, "attempts": 2}
+    values: dict[str, Any] = {"status": "finished", "reward": 1.0, "n_calls": 1, "attempt": 2}
     values |= {"started_at": 0.0, "wall_s": 1.0} | said
     return RolloutRow(rollout_id="r", task_id="t", group_id="t", sample=1, **values)
 
@@ -42,7 +42,7 @@ def test_an_agents_response_keeps_all_but_its_output() -> None:
     made = row(outcome(), Exchange(input=[], tools=[], response=OWN), RECORD, task_index=3, native_problem=None)
     assert made["response"] == {**OWN, "output": MERGED}
     assert (made["mask_sample"], made["instance_config"]["mask_sample"]) == (True, True)
-    assert (made["task_id"], made["sample"], made["attempts"]) == ("t", 1, 2)
+    assert (made["task_id"], made["sample"], made["attempt"]) == ("t", 1, 2)
     assert (made["_ng_task_index"], made["_ng_rollout_index"]) == (3, 1)
 
 

@@ -260,7 +260,7 @@ async def test_log_that_cannot_be_cut_back_takes_no_more_writes(tmp_path: Path) 
 
 async def test_directory_has_one_holder(tmp_path: Path) -> None:
     store = await LogStore.open(tmp_path)
-    with pytest.raises(StoreUnavailableError, match=f"in use by process {os.getpid()}: give each store"):
+    with pytest.raises(StoreUnavailableError, match=f"in use by process {os.getpid()}: .*`gym-capture state stop`"):
         await LogStore.open(tmp_path)
     other = await asyncio.to_thread(subprocess.run, _opener(tmp_path), capture_output=True, text=True)
     assert other.returncode != 0
