@@ -32,6 +32,7 @@ def command(
     config: Annotated[
         Path, typer.Option(help="Serve config of the graph.", exists=True, dir_okay=False, show_default=False)
     ] = CONFIG,
+    temperature: Annotated[float, typer.Option(min=0.01, help="That the policy is sampled with.")] = 1.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures and checks as JSON.")
     ] = None,
@@ -52,7 +53,16 @@ def command(
     directory.mkdir(parents=True, exist_ok=True)
     held = False
     try:
-        held = _run(console, directory, job_file, set_ or [], model=model, config=config, json_file=json_file)
+        held = _run(
+            console,
+            directory,
+            job_file,
+            set_ or [],
+            model=model,
+            config=config,
+            temperature=temperature,
+            json_file=json_file,
+        )
     finally:
         if held and keep is None:
             shutil.rmtree(directory)
@@ -70,6 +80,7 @@ def _run(
     *,
     model: str,
     config: Path,
+    temperature: float,
     json_file: Path | None,
 ) -> bool:
     """Whether every check held."""
@@ -90,6 +101,7 @@ def _run(
             settings=settings,
             model=folder,
             config=yaml.safe_load(config.read_text(encoding="utf-8")),
+            temperature=temperature,
             directory=directory,
         )
         tried = try_job(options, children=children, phases=phases)

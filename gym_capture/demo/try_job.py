@@ -42,6 +42,8 @@ class TryOptions:
     """A model folder."""
     config: Mapping[str, Any]
     """The Serve config to serve it with."""
+    temperature: float
+    """That the graph pins, and the trainer is told."""
     directory: Path
 
 
@@ -84,7 +86,13 @@ class _Try:
                 self._run(building, "build-job", str(job / ROWS_FILE), *where)
         with self._phase("GRPO step") as stepping:
             # No call is sampled under a grammar unless the job asks for that.
-            training = train(trajectories, model=options.model, grammar_calls=(), on_note=stepping.note)
+            training = train(
+                trajectories,
+                model=options.model,
+                grammar_calls=(),
+                on_note=stepping.note,
+                temperature=options.temperature,
+            )
         return read_tried(trajectories, training=training, seconds=self._seconds)
 
     @contextmanager
@@ -100,7 +108,8 @@ class _Try:
             "namespace": _NAMESPACE,
             "directory": str(self._options.directory / "records"),
         }
-        return {"model": str(self._options.model), "state": state}
+        pin = {**args.get("sampling_pin", {}), "temperature": self._options.temperature}
+        return {"model": str(self._options.model), "sampling_pin": pin, "state": state}
 
     def _run(self, phase: Phase, *arguments: str) -> None:
         """A command of ours to its end. Raises `ConfigError` with the end of what it wrote if it failed."""
