@@ -9,6 +9,7 @@ reads the Parquet, and says whether it finds the ids as likely as the engine did
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from gym_capture.demo.graph import private_ray, served_graph
+from gym_capture.data.requests import read_requests
+from gym_capture.demo.graph import grammar_calls_of, private_ray, served_graph
 from gym_capture.demo.job_report import Tried, read_tried
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
@@ -84,12 +86,14 @@ class _Try:
             with self._phase("build") as building:
                 where = ["--out", str(trajectories), "--namespace", _NAMESPACE]
                 self._run(building, "build-job", str(job / ROWS_FILE), *where)
+                requests = read_requests(job / ROWS_FILE).table
+                ids = requests.column("rollout_id").to_pylist()
+                grammar_calls = asyncio.run(grammar_calls_of(ids, namespace=_NAMESPACE))
         with self._phase("GRPO step") as stepping:
-            # No call is sampled under a grammar unless the job asks for that.
             training = train(
                 trajectories,
                 model=options.model,
-                grammar_calls=(),
+                grammar_calls=grammar_calls,
                 on_note=stepping.note,
                 temperature=options.temperature,
             )
