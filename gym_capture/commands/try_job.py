@@ -85,13 +85,15 @@ def _run(
 ) -> bool:
     """Whether every check held."""
     from gym_capture.commands.job_files import overridden, read_job_file
+
+    # What is wrong with it is said before anything slow is loaded.
+    job = read_job_file(job_file, map(overridden, settings))
     from gym_capture.demo.job_report import checks, table, to_json
     from gym_capture.demo.processes import ChildProcesses
     from gym_capture.demo.progress import Phases
     from gym_capture.demo.try_job import TryOptions, try_job
     from gym_capture.serving.app import model_folder
 
-    job = read_job_file(job_file, map(overridden, settings))  # what is wrong with it is said before a graph starts
     children = ChildProcesses()
     with Phases(console) as phases, children:
         with phases.phase("prepare the model"):
