@@ -25,6 +25,8 @@ from trainer_bridge.stream import TrainRollout, TrainSequence, parquet_batches, 
 
 _COMPARED_ROLLOUTS: Final = 4
 """One forward pass more for each; on a small machine that counts."""
+_MICRO_BATCH: Final = 2048
+"""Tokens of a pass: each takes a row of logits, several times over."""
 
 
 def train(
@@ -39,7 +41,7 @@ def train(
     sampled under one."""
     logging.disable_progress_bar()
     on_note("loading the model")
-    options = GrpoOptions(temperature=temperature)
+    options = GrpoOptions(temperature=temperature, tokens_per_micro_batch=_MICRO_BATCH)
     trainer = GrpoTrainer.load(model, options)
     rollouts = tuple(read_rollouts(parquet_batches(trajectories)))
     on_note("comparing log probabilities")
