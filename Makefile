@@ -32,7 +32,7 @@ demo: $(READY)  ## the main job on a real small model: serve, roll out, build, o
 
 # A policy this small writes a tool call only if it must, and a sane one only at a low temperature.
 example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on reasoning_gym: serve, play, build, one GRPO step, checks (needs Node 20)
-	$(BIN)/gym-capture try-job serve_configs/jobs/claude_code_reasoning_gym.yaml --temperature 0.3 \
+	$(BIN)/gym-capture try-job serve_configs/jobs/claude_code_reasoning_gym.yaml --temperature 0.4 \
 		--set 'harness.program=[sh, "$(CURDIR)/docs/examples/tools_first.sh", node, "$(CLAUDE_CODE)"]' $(ARGS)
 
 test: $(READY)  ## all tests, with a real vLLM engine (10 minutes on 2 cores)
