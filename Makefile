@@ -7,11 +7,12 @@ READY := $(VENV)/.ready
 WORKERS ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
+CLAUDE_CODE := $(CURDIR)/$(CLIENTS)/node_modules/@anthropic-ai/claude-code/cli-wrapper.cjs
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -29,6 +30,11 @@ $(READY): requirements/cpu.txt pyproject.toml
 demo: $(READY)  ## the main job on a real small model: serve, roll out, build, one GRPO step, table
 	$(BIN)/gym-capture demo $(ARGS)
 
+# A policy this small writes a tool call only if it must, and a sane one only at a low temperature.
+example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on reasoning_gym: serve, play, build, one GRPO step, checks (needs Node 20)
+	$(BIN)/gym-capture try-job serve_configs/jobs/claude_code_reasoning_gym.yaml --temperature 0.4 \
+		--set 'harness.program=[sh, "$(CURDIR)/docs/examples/tools_first.sh", node, "$(CLAUDE_CODE)"]' $(ARGS)
+
 test: $(READY)  ## all tests, with a real vLLM engine (10 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
@@ -38,8 +44,8 @@ test-fast: $(READY)  ## the tests that need no engine
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code, Codex and mini-swe-agent against the served graph (needs Node 20; 1 GB of packages)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
 
-test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, a lean Claude Code (two minutes)
-	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "claude-code-lean or codex or mini-swe-agent" $(ARGS)
+test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, Claude Code as a job (two minutes)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "example or codex or mini-swe-agent" $(ARGS)
 
 test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
 	$(BIN)/python -m tests.faults.leaving

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 import yaml
@@ -19,7 +20,10 @@ from rich.markup import escape
 
 from gym_capture.errors import ConfigError
 
-_CONFIG = Path(__file__).resolve().parents[2] / "serve_configs" / "cpu_demo.yaml"
+if TYPE_CHECKING:
+    from gym_capture.demo.report import Check
+
+CONFIG = Path(__file__).resolve().parents[2] / "serve_configs" / "cpu_demo.yaml"
 
 
 def command(
@@ -30,7 +34,7 @@ def command(
     max_tokens: Annotated[int, typer.Option(min=1, help="Generated tokens of a call at most.")] = 48,
     config: Annotated[
         Path, typer.Option(help="Serve config of the graph.", exists=True, dir_okay=False, show_default=False)
-    ] = _CONFIG,
+    ] = CONFIG,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures and checks as JSON.")
     ] = None,
@@ -108,11 +112,16 @@ def _run(
         modes = run_demo(options, children=children, phases=phases)
     found = checks(*modes, leftovers=children.leftovers)
     console.print(table(modes))
+    show_checks(console, found)
+    if json_file is not None:
+        json_file.write_text(to_json(modes, found) + "\n", encoding="utf-8")
+    return all(check.held for check in found)
+
+
+def show_checks(console: Console, found: Sequence[Check]) -> None:
+    """A line for each: whether it held, and the figure that decides it."""
     for check in found:
         mark = "[green]✓[/]" if check.held else "[red]✗[/]"
         console.print(
             f"{mark} {escape(check.promise)} [dim]({escape(check.figure)})[/]", highlight=False, soft_wrap=True
         )
-    if json_file is not None:
-        json_file.write_text(to_json(modes, found) + "\n", encoding="utf-8")
-    return all(check.held for check in found)

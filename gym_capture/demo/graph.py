@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +28,7 @@ from gym_capture.cluster.env import private_cluster_env
 from gym_capture.demo.processes import Child, ChildProcesses, free_port
 from gym_capture.errors import ConfigError, EngineError
 from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT
+from gym_capture.serving.state import connect
 
 _READY_WITHIN_S: Final = 300.0
 _POLL_S: Final = 0.5
@@ -128,6 +129,18 @@ def served_graph(
     finally:
         serve.shutdown()  # from here, so that Serve's client in this process forgets the controller too
         child.stop()
+
+
+async def grammar_calls_of(rollout_ids: Sequence[str], *, namespace: str) -> frozenset[str]:
+    """Ids of the calls of the graph's rollouts that were sampled under a grammar."""
+    source = connect(namespace=namespace)
+    snapshots = [await source.freeze(rollout_id) for rollout_id in rollout_ids]
+    return frozenset(
+        entry.model_call_id
+        for snapshot in snapshots
+        for entry in snapshot.entries
+        if entry.request.sampling.get("structured_outputs")
+    )
 
 
 def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pyarrow.parquet as pq
 from rich.table import Table
 
-_LARGEST_DIFFERENCE = 0.05
+LARGEST_DIFFERENCE = 0.05
 """Mean |log prob difference|, sampled against trained: both compute in float32, with other kernels."""
 
 
@@ -169,8 +169,8 @@ def _agreement(mode: Mode) -> Check:
     if difference is None:
         return Check(promise, not mode.prefix_supply, "nothing to compare: all was sampled under a grammar")
     tokens = mode.training.compared_tokens
-    figure = f"mean difference {difference:.2g} over {tokens} tokens, limit {_LARGEST_DIFFERENCE:g}"
-    return Check(promise, difference < _LARGEST_DIFFERENCE, figure)
+    figure = f"mean difference {difference:.2g} over {tokens} tokens, limit {LARGEST_DIFFERENCE:g}"
+    return Check(promise, difference < LARGEST_DIFFERENCE, figure)
 
 
 def _difference(mode: Mode) -> str:

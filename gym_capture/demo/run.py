@@ -23,7 +23,7 @@ from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
 from gym_capture.data.sources import SourceSpec
-from gym_capture.demo.graph import private_ray, served_graph
+from gym_capture.demo.graph import grammar_calls_of, private_ray, served_graph
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
@@ -106,7 +106,9 @@ class _Run:
                 summary = self._roll_out(url, playing)
             with self._phase("build") as building:
                 report = self._build(building, total=len(summary.rows))
-                grammar_calls = asyncio.run(_grammar_calls([row.rollout_id for row in summary.rows]))
+                grammar_calls = asyncio.run(
+                    grammar_calls_of([row.rollout_id for row in summary.rows], namespace=_NAMESPACE)
+                )
         with self._phase("GRPO step") as stepping:
             training = train(
                 self._trajectories, model=self._options.model, grammar_calls=grammar_calls, on_note=stepping.note
@@ -202,15 +204,3 @@ class _Run:
 
 def _rewards(rows: Sequence[RolloutRow]) -> list[float]:
     return [row.reward for row in rows if row.reward is not None]
-
-
-async def _grammar_calls(rollout_ids: Sequence[str]) -> frozenset[str]:
-    """Ids of the calls that were sampled under a grammar."""
-    source = connect(namespace=_NAMESPACE)
-    snapshots = [await source.freeze(rollout_id) for rollout_id in rollout_ids]
-    return frozenset(
-        entry.model_call_id
-        for snapshot in snapshots
-        for entry in snapshot.entries
-        if entry.request.sampling.get("structured_outputs")
-    )

@@ -25,15 +25,23 @@ from trainer_bridge.stream import TrainRollout, TrainSequence, parquet_batches, 
 
 _COMPARED_ROLLOUTS: Final = 4
 """One forward pass more for each; on a small machine that counts."""
+_MICRO_BATCH: Final = 2048
+"""Tokens of a pass: each takes a row of logits, several times over."""
 
 
 def train(
-    trajectories: Path, *, model: Path, grammar_calls: Collection[str], on_note: Callable[[str], None]
+    trajectories: Path,
+    *,
+    model: Path,
+    grammar_calls: Collection[str],
+    on_note: Callable[[str], None],
+    temperature: float = 1.0,
 ) -> Training:
-    """One GRPO step of `model` on `trajectories`. `grammar_calls`: ids of the calls that were sampled under one."""
+    """One GRPO step of `model` on `trajectories`, sampled at `temperature`. `grammar_calls`: ids of the calls that were
+    sampled under one."""
     logging.disable_progress_bar()
     on_note("loading the model")
-    options = GrpoOptions()
+    options = GrpoOptions(temperature=temperature, tokens_per_micro_batch=_MICRO_BATCH)
     trainer = GrpoTrainer.load(model, options)
     rollouts = tuple(read_rollouts(parquet_batches(trajectories)))
     on_note("comparing log probabilities")

@@ -11,12 +11,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import pytest
+import ray
 import torch
 import yaml
 from transformers import AutoModelForCausalLM
@@ -118,6 +122,41 @@ def test_turns_with_tools_are_one_chain_of_the_very_ids(
             f"by their exact ids, {counts.chains} chain of {trajectory.token_ids.size} tokens, "
             f"{counts.generated_tokens_delivered} of {counts.generated_tokens_captured} generated tokens to train on"
         )
+
+
+def test_example_job_gives_groups_that_begin_with_the_same_ids(graph: Graph, tmp_path: Path) -> None:
+    """The job file of `make example-claude-code`, as its `rollouts run` plays it; here the policy does call tools."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(SECRET)
+    settings = {
+        "tasks.count": 1,
+        "harness.program": clis.CLAUDE_CODE,
+        "harness.skip_permissions": True,
+        "harness.arguments": [],  # without the hook that asks to look again: the script ends with its answer
+        "harness.max_turns": 8,
+        "harness.max_context_tokens": POSITIONS,
+        "harness.environment.CLAUDE_CODE_MAX_OUTPUT_TOKENS": "1024",
+        "endpoint.url": graph.url,
+        "endpoint.secret_file": str(secret_file),
+        "endpoint.ray_address": ray.get_runtime_context().gcs_address,
+        "endpoint.namespace": NAMESPACE,
+        "out": str(tmp_path / "job"),
+    }
+    over = [word for key, value in settings.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    job = ROOT / "serve_configs" / "jobs" / "claude_code_reasoning_gym.yaml"
+    command = [sys.executable, "-m", "gym_capture.cli", "rollouts", "run", str(job), *over]
+    played = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    assert played.returncode == 0, played.stderr
+    rows = [json.loads(line) for line in (tmp_path / "job" / "rollouts.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows] == ["finished"] * 2
+    first_prompts = []
+    for row in rows:
+        snapshot = asyncio.run(graph.snapshot(row["rollout_id"]))
+        entries = whole(snapshot)
+        check_chain(entries, "Bash")
+        check_log_probs(check_build(build(snapshot), entries))
+        first_prompts.append(entries[0].prompt_token_ids)
+    np.testing.assert_array_equal(*first_prompts)
 
 
 def check_chain(entries: list[TokenEntry], tool: str) -> None:

@@ -14,14 +14,17 @@ import pytest
 
 pytestmark = pytest.mark.engine
 
+ROOT = Path(__file__).parents[2]
 
-def demo(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "gym_capture.cli", "demo", "--model", "tiny", "--tasks", "1", "--samples", "2"]
-    return subprocess.Popen([*command, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+def started(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "gym_capture.cli", *arguments]
+    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
 def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Path) -> None:
-    process = demo("--json", str(tmp_path / "demo.json"), "--keep", str(tmp_path / "kept"))
+    size = ("--model", "tiny", "--tasks", "1", "--samples", "2")
+    process = started("demo", *size, "--json", str(tmp_path / "demo.json"), "--keep", str(tmp_path / "kept"))
     output, _ = process.communicate(timeout=540)
     assert process.returncode == 0, output
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
@@ -34,16 +37,24 @@ def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Pat
     assert list((tmp_path / "kept" / "supplied" / "trajectories").glob("part-*.parquet"))
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_demo_leaves_nothing_running(tmp_path: Path, number: signal.Signals, code: int) -> None:
-    process = demo("--keep", str(tmp_path / "kept"))
-    log = tmp_path / "kept" / "supplied" / "serve.log"
-    while not (log.exists() and "Deploying new app" in log.read_text(encoding="utf-8", errors="replace")):
+@pytest.mark.parametrize(
+    ("arguments", "log", "number", "code"),
+    [
+        (("demo",), "supplied/serve.log", signal.SIGINT, 130),
+        (("try-job", "serve_configs/jobs/register.yaml"), "serve.log", signal.SIGTERM, 143),
+    ],
+)
+def test_an_interrupted_demo_leaves_nothing_running(
+    tmp_path: Path, arguments: tuple[str, ...], log: str, number: signal.Signals, code: int
+) -> None:
+    process = started(*arguments, "--model", "tiny", "--keep", str(tmp_path / "kept"))
+    serve_log = tmp_path / "kept" / log
+    while not (serve_log.exists() and "Deploying new app" in serve_log.read_text(encoding="utf-8", errors="replace")):
         assert process.poll() is None, process.communicate()[0]
         time.sleep(0.1)
-    started = psutil.Process(process.pid).children(recursive=True)
-    assert {"raylet", "gcs_server"} <= {child.name() for child in started}
+    below = psutil.Process(process.pid).children(recursive=True)
+    assert {"raylet", "gcs_server"} <= {child.name() for child in below}
     process.send_signal(number)
     output, _ = process.communicate(timeout=180)
     assert process.returncode == code, output
-    assert [child for child in started if child.is_running()] == []
+    assert [child for child in below if child.is_running()] == []

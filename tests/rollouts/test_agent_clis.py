@@ -111,6 +111,33 @@ def test_what_the_environment_says_as_the_system_stands_with_the_prompt_of_the_a
     assert task == "--do it"
 
 
+@pytest.mark.parametrize("skip", [True, False])
+def test_claude_code_asks_nobody_only_where_it_is_told_to(tmp_path: Path, skip: bool) -> None:
+    words, _, _, _ = told("claude-code", tmp_path / "told", skip_permissions=skip)
+    assert ("--dangerously-skip-permissions" in words) is skip
+
+
+def test_tools_first_is_one_conversation_of_two_runs(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.py"
+    agent.write_text(
+        "import json, os, sys\n"
+        f"with open({str(tmp_path / 'runs')!r}, 'a') as runs:\n"
+        "    extra = os.environ.get('CLAUDE_CODE_EXTRA_BODY')\n"
+        "    print(json.dumps([extra, sys.argv[1:], sys.stdin.read()]), file=runs)\n"
+        f"print({json.dumps({**RESULT, 'result': 'said'})!r})\n"
+        "raise SystemExit('--continue' not in sys.argv)\n",  # the first ends by its limit of turns, with an error
+        encoding="utf-8",
+    )
+    script = Path(__file__).parents[2] / "docs" / "examples" / "tools_first.sh"
+    harness = harness_factory("claude-code")(program=["sh", str(script), sys.executable, "-I", "-S", str(agent)])
+    run = harness.run(endpoint=ENDPOINT, observation=Observation((TASK,)), environment=Register())
+    assert asyncio.run(run) == Completed("said", n_calls=0)
+    first, then = map(json.loads, (tmp_path / "runs").read_text().splitlines())
+    assert (json.loads(first[0]), first[2]) == ({"tool_choice": {"type": "any"}}, "--do it")
+    assert (then[0], then[1]) == (None, [*first[1], "--continue"])
+    assert "<answer>" in then[2]
+
+
 def test_codex_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
     system = {"role": "system", "content": "Be brief."}
     words, environment, task, files = told("codex", tmp_path / "told", system, TASK, model='a "model"')

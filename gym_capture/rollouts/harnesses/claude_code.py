@@ -34,6 +34,7 @@ def claude_code(
     model: str = "policy",
     tools: list[str] | None = None,
     system_prompt: str | None = None,
+    skip_permissions: bool = True,
     max_turns: int = 50,
     max_context_tokens: int = 32_768,
     max_retries: int = 10,
@@ -44,9 +45,10 @@ def claude_code(
 ) -> CommandHarness:
     """Claude Code with the `tools` that are named, Bash alone by default.
 
-    `system_prompt` stands in place of its own, which has some 20,000 tokens with all tools. `max_turns` bounds the
-    model calls of a rollout, `max_retries` what it does about a server that is busy, `call_timeout_s` how long it waits
-    for a server that is silent (300 s at least). `arguments` go to its command line, `environment` to its environment.
+    `system_prompt` stands in place of its own, which has some 20,000 tokens with all tools. Without `skip_permissions`
+    it refuses what it would ask a person about. `max_turns` bounds the model calls of a rollout, `max_retries` what it
+    does about a server that is busy, `call_timeout_s` how long it waits for a server that is silent (300 s at least).
+    `arguments` go to its command line, `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
     return CommandHarness(
@@ -54,6 +56,7 @@ def claude_code(
             command=command,
             tools=tuple(["Bash"] if tools is None else tools),
             system_prompt=system_prompt,
+            skip_permissions=skip_permissions,
             max_turns=max_turns,
             arguments=tuple(arguments or ()),
         ),
@@ -75,6 +78,7 @@ class _ClaudeCode:
     command: Sequence[str]
     tools: Sequence[str]
     system_prompt: str | None
+    skip_permissions: bool
     max_turns: int
     arguments: Sequence[str]
 
@@ -86,7 +90,7 @@ class _ClaudeCode:
                 *self.command,
                 "-p",
                 *("--model", play.model, "--max-turns", str(self.max_turns), "--output-format", "json"),
-                "--dangerously-skip-permissions",
+                *(["--dangerously-skip-permissions"] if self.skip_permissions else []),
                 *("--tools", ",".join(self.tools)),
                 *([how, "\n\n".join(system)] if system else []),
                 *self.arguments,
