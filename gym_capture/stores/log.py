@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.codec import decode_or_problem, decode_snapshot
-from gym_capture.capture.operations import Clear, Complete, Drop, MarkIncomplete, Operation, Register
+from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import RecordProblem, Snapshot
 from gym_capture.capture.rollout_state import Frozen
@@ -241,7 +241,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
 def _subject(operation: Operation) -> str | None:
     """What of its rollout an operation is about, as `Write.subject` wants it."""
     match operation:
-        case Drop() | Clear() | Register() | Complete():
+        case Drop() | Clear():
             return None
         case MarkIncomplete(_, reason):
             return f"\0reason {reason}"
