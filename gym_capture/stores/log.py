@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.codec import decode_snapshot
-from gym_capture.capture.operations import Clear, Close, Complete, Drop, MarkIncomplete, Operation, Register
+from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
@@ -222,7 +222,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
 def _subject(operation: Operation) -> str | None:
     """The part of its rollout that an operation is about (`Write.subject`)."""
     match operation:
-        case Drop() | Clear() | Close() | Register() | Complete():
+        case Drop() | Clear():
             return None
         case MarkIncomplete(_, reason):
             return f"\0reason {reason}"
