@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.codec import decode_snapshot
-from gym_capture.capture.operations import Clear, Drop, MarkIncomplete, Operation
+from gym_capture.capture.operations import Clear, Close, Drop, MarkIncomplete, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
