@@ -33,7 +33,7 @@ from weakref import WeakValueDictionary
 
 import pyarrow.fs
 
-from gym_capture.capture.codec import decode_intent, decode_or_problem, peek_entry, with_delivery
+from gym_capture.capture.codec import decode_intent, decode_or_problem, peek_entry
 from gym_capture.capture.operations import Operation
 from gym_capture.capture.records import RecordProblem, Snapshot
 from gym_capture.capture.rollout_state import (
@@ -48,6 +48,7 @@ from gym_capture.capture.rollout_state import (
     Registered,
     Retired,
 )
+from gym_capture.capture.snapshot_codec import with_delivery
 from gym_capture.capture.suffixes import complete
 from gym_capture.errors import RecordError, StoreUnavailableError
 from gym_capture.stores.rollout_states import Prepared, RolloutStates, prepared

@@ -5,7 +5,7 @@ into it; a whole entry stays whole, a suffix a suffix. Bytes that are damaged, o
 they never decode to part of a record.
 
 Flow: the producer encodes the suffix of an entry once (`encode_suffix`) -> a store reads only what `peek_entry` needs
-and keeps the bytes as they are -> `decode_snapshot` decodes a rollout and makes its entries whole.
+and keeps the bytes as they are -> `snapshot_codec` ships a rollout of them.
 
 Layout, all integers little-endian:
 
@@ -32,17 +32,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from gym_capture.capture.codec_json import dump_json, load_json, load_object, to_text
-from gym_capture.capture.outcomes import SAID, said_in, said_texts
 from gym_capture.capture.record_fields import FIELDS, Kind, RecordField, of_kinds, parts, reader
 from gym_capture.capture.records import (
     CallIntent,
@@ -50,26 +47,22 @@ from gym_capture.capture.records import (
     Continues,
     EntrySuffix,
     IdArray,
-    LostCall,
     Parent,
     RecordProblem,
     Root,
-    Snapshot,
     TokenEntry,
     Unresolved,
     WeightSpan,
-    delivered_by,
 )
-from gym_capture.capture.suffixes import StoredRecord, StoredRollout, complete, prompt_part, stored_form, suffix_part
+from gym_capture.capture.suffixes import StoredRecord, prompt_part, suffix_part
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.reasons import ProblemReason
 
 CODEC_VERSION: Final = 1
 
 _MAGIC: Final = b"GCEN"
-_SIZES: Final = struct.Struct("<4sHHII")
+SIZES: Final = struct.Struct("<4sHHII")
 _PREFIX: Final = struct.Struct("<4sHHIId16s")
-_SNAPSHOT_MAGIC: Final = b"GCES"
 _CREATED_AT: Final = struct.Struct("<d")
 _DIGEST_BYTES: Final = 16
 _ALIGNMENT: Final = 8
@@ -102,7 +95,6 @@ _read_always: Final = reader(_ALWAYS)
 _read_often: Final = reader(_OFTEN)
 # Closed: a field of another name comes from a newer version.
 _HEADER_NAMES: Final = frozenset((*(field.name for field in _HEADER), _OFFSET, "arrays"))
-_SNAPSHOT_FIELDS: Final = {"rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "entry_sizes"}
 _INTENT_KEYS: Final = ("request_key", "asked_key", "answer_key")
 """Left out when empty; intents from before there were any have none."""
 _INTENT_FIELDS: Final = frozenset(("v", "rollout_id", "model_call_id", "created_at", "request_digest", *_INTENT_KEYS))
@@ -141,7 +133,7 @@ def _encode(record: StoredRecord, prompt_offset: int, prompt_ids: IdArray) -> by
                 raise _error(record, name, f"must be booleans, integers or floats: got dtype {array.dtype}")
             dtype = array.dtype.newbyteorder("<").str
         arrays.append([name, dtype, array.shape])
-        blobs.append(_padded(array.astype(dtype, copy=False).tobytes(), b"\0"))
+        blobs.append(padded(array.astype(dtype, copy=False).tobytes(), b"\0"))
 
     header: dict[str, object] = dict(zip(_ALWAYS_NAMES, _read_always(record), strict=True))
     if prompt_offset:
@@ -156,12 +148,12 @@ def _encode(record: StoredRecord, prompt_offset: int, prompt_ids: IdArray) -> by
     header["arrays"] = arrays
 
     items = [dict(item) for item in record.reply.output_items]
-    header_bytes = _padded(_header_bytes(record, header), b" ")
-    content_bytes = _padded(_json_bytes(record, "output_items", items), b" ")
+    header_bytes = padded(_header_bytes(record, header), b" ")
+    content_bytes = padded(_json_bytes(record, "output_items", items), b" ")
     body = b"".join((header_bytes, content_bytes, *blobs))
     if len(body) >= _LIMIT_BYTES:
         raise _error(record, "routed_experts", f"makes a record of {len(body)} bytes; the limit is 1 GiB")
-    sizes = _SIZES.pack(_MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes))
+    sizes = SIZES.pack(_MAGIC, CODEC_VERSION, 0, len(header_bytes), len(content_bytes))
     return b"".join((sizes, _CREATED_AT.pack(record.created_at), _payload_digest(sizes, body), body))
 
 
@@ -187,10 +179,10 @@ def decode_entry(data: bytes) -> StoredRecord:
     """
     header_len, content_len, created_at, digest = _read_prefix(data)
     body = memoryview(data)[_PREFIX.size :]
-    if _payload_digest(data[: _SIZES.size], body) != digest:
+    if _payload_digest(data[: SIZES.size], body) != digest:
         raise RecordError("the digest of an encoded entry does not match its bytes: it was damaged", field="payload")
     header = load_object(bytes(body[:header_len]), "header")
-    _refuse_unknown(header.keys() - _HEADER_NAMES, what="an encoded entry")
+    refuse_unknown(header.keys() - _HEADER_NAMES, what="an encoded entry")
     items = load_json(bytes(body[header_len : header_len + content_len]), "output_items")
     try:
         arrays = _read_arrays(data, header.pop("arrays"), offset=_PREFIX.size + header_len + content_len)
@@ -233,7 +225,7 @@ def _read_prefix(data: bytes) -> tuple[int, int, float, bytes]:
     if len(data) < _PREFIX.size or data[:4] != _MAGIC:
         raise RecordError("these bytes are not an encoded entry", field="magic")
     _, version, _, header_len, content_len, created_at, digest = _PREFIX.unpack_from(data)
-    _check_version(version, what="an encoded entry")
+    check_version(version, what="an encoded entry")
     if _PREFIX.size + header_len + content_len > len(data):
         raise RecordError(
             f"an encoded entry is cut short: got {len(data)} bytes, "
@@ -248,7 +240,7 @@ def _read_arrays(data: bytes, specs: list[list[Any]], *, offset: int) -> dict[st
     for name, dtype_name, shape in specs:
         dtype = _plain_dtype(dtype_name)
         if name not in _ARRAY_NAMES:
-            _refuse_unknown({name}, what="an encoded entry")
+            refuse_unknown({name}, what="an encoded entry")
         count = 1
         for size in shape:
             count *= size
@@ -317,6 +309,17 @@ _WRITERS: Final = tuple((field.name, _TO_JSON.get(field.kind)) for field in _OFT
 _READERS: Final = {field.name: _FROM_JSON[field.kind] for field in _HEADER if field.kind in _FROM_JSON}
 
 
+def decode_or_problem(data: bytes, *, call_id: str | None = None) -> StoredRecord | RecordProblem:
+    """The record, or the problem `malformed_record` that masks its rollout. Only a newer version raises."""
+    try:
+        return decode_entry(data)
+    except SchemaVersionError:
+        raise
+    except RecordError as error:
+        known, malformed = call_id or error.call_id, ProblemReason.MALFORMED_RECORD
+        return RecordProblem(reason=malformed, call_id=known, field=error.field, detail=error.message)
+
+
 # --- intents -----------------------------------------------------------------------------------------------------
 
 
@@ -338,8 +341,8 @@ def encode_intent(intent: CallIntent) -> bytes:
 def decode_intent(data: bytes) -> CallIntent:
     """The intent. Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged."""
     fields = load_object(data, "intent")
-    _check_version(fields.get("v"), what="an encoded intent")
-    _refuse_unknown(fields.keys() - _INTENT_FIELDS, what="an encoded intent")
+    check_version(fields.get("v"), what="an encoded intent")
+    refuse_unknown(fields.keys() - _INTENT_FIELDS, what="an encoded intent")
     try:
         return CallIntent(
             rollout_id=fields["rollout_id"],
@@ -350,116 +353,6 @@ def decode_intent(data: bytes) -> CallIntent:
         )
     except KeyError as error:
         raise RecordError(f"an encoded intent lacks {error}", field=str(error.args[0])) from None
-
-
-# --- snapshots ---------------------------------------------------------------------------------------------------
-
-
-def encode_snapshot(snapshot: Snapshot) -> bytes:
-    """The bytes of a frozen rollout: header, encoded records without what their parents hold. Raises `RecordError`."""
-    return join_snapshot(snapshot, [encode_entry(record) for record in stored_form(snapshot)])
-
-
-def join_snapshot(
-    snapshot: Snapshot, encoded_records: Sequence[bytes], delivery: Mapping[str, bool] = MappingProxyType({})
-) -> bytes:
-    """The bytes of `snapshot` with the records that are given encoded instead of its own.
-
-    For a store that keeps records encoded: it ships a rollout without decoding it. `delivery` is what became known of
-    calls after their records were encoded (`with_delivery`).
-    """
-    header = _padded(
-        to_text(
-            {
-                "rollout_id": snapshot.rollout_id,
-                "snapshot_id": snapshot.snapshot_id,
-                "version": snapshot.version,
-                "incomplete": snapshot.incomplete,
-                "problems": [[p.reason, p.call_id, p.field, p.detail] for p in snapshot.problems],
-                "delivery": dict(delivery),
-                "lost_calls": [[lost.model_call_id, lost.retries, lost.answers] for lost in snapshot.lost_calls],
-                "entry_sizes": [len(record) for record in encoded_records],
-                **said_texts(snapshot.registration, snapshot.outcome),
-            }
-        ).encode("utf-8", "surrogatepass"),
-        b" ",
-    )
-    prefix = _SIZES.pack(_SNAPSHOT_MAGIC, CODEC_VERSION, 0, len(header), 0)
-    return b"".join((prefix, header, *encoded_records))
-
-
-def decode_snapshot(data: bytes) -> Snapshot:
-    """The snapshot, its entries whole. A record that is not well-formed becomes a `malformed_record` problem of it.
-
-    Raises `SchemaVersionError` if a newer version wrote it, `RecordError` if it is damaged as a whole.
-    """
-    snapshot, records = _read_snapshot(data)
-    entries, orphans = complete(records)
-    return replace(snapshot, entries=entries, orphans=orphans)
-
-
-def decode_stored(data: bytes) -> StoredRollout:
-    """As `decode_snapshot`, the records as they are stored: where many calls branch off, whole ones take more room."""
-    snapshot, records = _read_snapshot(data)
-    return StoredRollout(records, snapshot.incomplete)
-
-
-def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
-    """The snapshot without its records, and these."""
-    if len(data) < _SIZES.size or data[:4] != _SNAPSHOT_MAGIC:
-        raise RecordError("these bytes are not an encoded snapshot", field="magic")
-    _, version, _, header_len, _ = _SIZES.unpack_from(data)
-    _check_version(version, what="an encoded snapshot")
-    offset = _SIZES.size + header_len
-    header = load_object(data[_SIZES.size : offset], "header")
-    _refuse_unknown(header.keys() - _SNAPSHOT_FIELDS - {"lost_calls", *SAID}, what="an encoded snapshot")
-    if not header.keys() >= _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
-        raise RecordError("an encoded snapshot is cut short or damaged", field="header")
-    problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
-    records: list[StoredRecord] = []
-    for size in header["entry_sizes"]:
-        record = decode_or_problem(data[offset : offset + size])
-        if isinstance(record, RecordProblem):
-            problems.append(record)
-        else:
-            records.append(record)
-        offset += size
-    registration, outcome = said_in(header)
-    snapshot = Snapshot(
-        rollout_id=header["rollout_id"],
-        snapshot_id=header["snapshot_id"],
-        version=header["version"],
-        entries=(),
-        incomplete=tuple(header["incomplete"]),
-        problems=tuple(problems),
-        lost_calls=tuple(
-            LostCall(model_call_id=c, retries=tuple(r), answers=tuple(a)) for c, r, a in header.get("lost_calls", ())
-        ),
-        registration=registration,
-        outcome=outcome,
-    )
-    return snapshot, with_delivery(records, header["delivery"])
-
-
-def with_delivery(records: Iterable[StoredRecord], delivery: Mapping[str, bool]) -> tuple[StoredRecord, ...]:
-    """The records, those named in `delivery` with what became known of their replies after they were recorded."""
-    return tuple(
-        replace(record, delivered=delivered_by((record.delivered, delivery[record.model_call_id])))
-        if record.model_call_id in delivery
-        else record
-        for record in records
-    )
-
-
-def decode_or_problem(data: bytes, *, call_id: str | None = None) -> StoredRecord | RecordProblem:
-    """The record, or the problem `malformed_record` that masks its rollout. Only a newer version raises."""
-    try:
-        return decode_entry(data)
-    except SchemaVersionError:
-        raise
-    except RecordError as error:
-        known, malformed = call_id or error.call_id, ProblemReason.MALFORMED_RECORD
-        return RecordProblem(reason=malformed, call_id=known, field=error.field, detail=error.message)
 
 
 # --- JSON --------------------------------------------------------------------------------------------------------
@@ -481,12 +374,12 @@ def _json_bytes(record: CallRecord, field: str, value: object) -> bytes:
         raise _error(record, field, f"must be JSON: {error}") from error
 
 
-def _padded(data: bytes, fill: bytes) -> bytes:
+def padded(data: bytes, fill: bytes) -> bytes:
     missing = -len(data) % _ALIGNMENT
     return data + fill * missing if missing else data
 
 
-def _check_version(version: object, *, what: str) -> None:
+def check_version(version: object, *, what: str) -> None:
     if version != CODEC_VERSION:
         raise SchemaVersionError(
             f"{what} has codec version {version}, this gym-capture reads {CODEC_VERSION}: "
@@ -495,7 +388,7 @@ def _check_version(version: object, *, what: str) -> None:
         )
 
 
-def _refuse_unknown(names: set[str], *, what: str) -> None:
+def refuse_unknown(names: set[str], *, what: str) -> None:
     if names:
         raise SchemaVersionError(
             f"{what} has fields that this gym-capture does not know: {', '.join(sorted(names))}. A newer version "

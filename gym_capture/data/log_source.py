@@ -18,11 +18,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Clear, Drop, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import retired_error
+from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.cluster.replies import answer, cause_of
 from gym_capture.data.log_directories import log_directories
 from gym_capture.data.sources import SourceSpec

@@ -18,12 +18,12 @@ from typing import Any, Final, cast
 from ray.actor import ActorHandle
 from ray.exceptions import RayActorError, RayTaskError
 
-from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import Resolution
 from gym_capture.capture.records import CallIntent, Snapshot
 from gym_capture.capture.sinks import BegunCall, TokenSink
+from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.serving.state_messages import BeginCall, Begun, Request, Resolve, packed
 from gym_capture.serving.stats import ShardStats, total

@@ -24,7 +24,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Final, cast
 
-from gym_capture.capture.codec import decode_stored, encode_snapshot
 from gym_capture.capture.operations import (
     Abandon,
     Begin,
@@ -40,6 +39,7 @@ from gym_capture.capture.operations import (
 )
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore
+from gym_capture.capture.snapshot_codec import decode_stored, encode_snapshot
 from gym_capture.capture.suffixes import StoredRollout, stored_form
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage.cache import LineageCache

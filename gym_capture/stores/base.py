@@ -47,7 +47,7 @@ class EncodedStore(ABC):
 
     @abstractmethod
     async def freeze_encoded(self, rollout_id: str) -> bytes:
-        """`freeze`, as `codec.encode_snapshot` writes it."""
+        """`freeze`, as `snapshot_codec.encode_snapshot` writes it."""
 
 
 class ListedStore(ABC):

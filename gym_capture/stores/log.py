@@ -21,11 +21,11 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gym_capture.capture.codec import decode_snapshot
 from gym_capture.capture.operations import Clear, Close, Drop, MarkIncomplete, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen
+from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.stores.base import EncodedStore, ListedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
@@ -164,7 +164,7 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
         return await self._reads.run(lambda reader: decode_snapshot(read_snapshot(reader, frozen, entries)))
 
     async def freeze_encoded(self, rollout_id: str) -> bytes:
-        """`freeze` for shipping: the bytes that `codec.decode_snapshot` reads, without decoding the records here."""
+        """`freeze` for shipping: bytes for `snapshot_codec.decode_snapshot`, without decoding the records here."""
         frozen, entries = self._frozen(rollout_id)
         return await self._reads.run(lambda reader: read_snapshot(reader, frozen, entries))
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gym_capture.capture.codec import join_snapshot
 from gym_capture.capture.records import RecordProblem
 from gym_capture.capture.rollout_state import Frozen
+from gym_capture.capture.snapshot_codec import join_snapshot
 from gym_capture.errors import CorruptLogError
 from gym_capture.reasons import ProblemReason
 from gym_capture.stores.frames import Frame, read_frame

@@ -14,10 +14,8 @@ from hypothesis.extra import numpy as npst
 from gym_capture.capture.codec import (
     decode_entry,
     decode_intent,
-    decode_snapshot,
     encode_entry,
     encode_intent,
-    encode_snapshot,
     encode_suffix,
     payload_digest,
     peek_entry,
@@ -34,6 +32,7 @@ from gym_capture.capture.records import (
     WeightSpan,
     suffix_of,
 )
+from gym_capture.capture.snapshot_codec import decode_snapshot, encode_snapshot
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import RecordError, SchemaVersionError
 from tests.calls import entry_of

@@ -9,14 +9,7 @@ import base64
 
 import numpy as np
 
-from gym_capture.capture.codec import (
-    decode_entry,
-    decode_intent,
-    decode_snapshot,
-    encode_entry,
-    encode_intent,
-    encode_suffix,
-)
+from gym_capture.capture.codec import decode_entry, decode_intent, encode_entry, encode_intent, encode_suffix
 from gym_capture.capture.records import (
     CallIntent,
     Continues,
@@ -27,6 +20,7 @@ from gym_capture.capture.records import (
     as_ids,
     digest_ids,
 )
+from gym_capture.capture.snapshot_codec import decode_snapshot
 from tests.calls import entry_of
 
 ROOT = (

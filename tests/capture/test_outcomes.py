@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gym_capture.capture.codec import decode_snapshot, encode_snapshot
 from gym_capture.capture.outcomes import MAX_TASK_BYTES, MAX_TEXT_BYTES, Outcome, Registration
 from gym_capture.capture.record_rows import rollout_row
 from gym_capture.capture.records import Snapshot
+from gym_capture.capture.snapshot_codec import decode_snapshot, encode_snapshot
 from gym_capture.data.record_files import ROLLOUT_SCHEMA
 from gym_capture.errors import RecordError
 

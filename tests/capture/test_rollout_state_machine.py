@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from gym_capture.capture.codec import encode_entry, encode_snapshot
+from gym_capture.capture.codec import encode_entry
 from gym_capture.capture.operations import (
     Abandon,
     Begin,
@@ -46,6 +46,7 @@ from gym_capture.capture.rollout_state import (
     Retired,
     RolloutState,
 )
+from gym_capture.capture.snapshot_codec import encode_snapshot
 from gym_capture.conformance import Store, sample_entry, sample_intent
 from gym_capture.errors import (
     CompletedRolloutError,

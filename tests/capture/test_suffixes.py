@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 
 from gym_capture.build.builder import build
-from gym_capture.capture.codec import decode_snapshot, decode_stored, encode_entry, encode_snapshot
+from gym_capture.capture.codec import encode_entry
 from gym_capture.capture.records import Continues, EntrySuffix, Root, Snapshot, TokenEntry, suffix_of
+from gym_capture.capture.snapshot_codec import decode_snapshot, decode_stored, encode_snapshot
 from gym_capture.capture.suffixes import StoredRecord, begins_alike, complete, stored_form
 from tests.calls import call, excluded, snapshot
 from tests.rollout_strategies import Rollout, damaged_rollouts, honest_rollouts, snapshot_of

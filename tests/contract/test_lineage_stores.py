@@ -10,11 +10,12 @@ from typing import cast
 
 import pytest
 
-from gym_capture.capture.codec import decode_snapshot, encode_entry
+from gym_capture.capture.codec import encode_entry
 from gym_capture.capture.operations import Clear, Close, Commit, Drop, Operation
 from gym_capture.capture.protocols import Resolution, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Snapshot, Unresolved, suffix_of
+from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.conformance import Result
 from gym_capture.conformance.lineage import (
     LINEAGE_CHECKS,
