@@ -80,7 +80,9 @@ def results_table(factory: str, results: Sequence[Result]) -> Table:
     failed = sum(not result.passed for result in results)
     outcome = f"{failed} of {len(results)} checks failed" if failed else f"all {len(results)} checks passed"
     table = Table(title=escape(f"{factory}: {outcome}"), title_justify="left")
-    for column in ("check", "", "the contract, and what was found"):
+    # Whole: `--check` wants it as it is.
+    table.add_column("check", min_width=max((len(result.name) for result in results), default=0))
+    for column in ("", "the contract, and what was found"):
         table.add_column(column)
     for result in results:
         verdict = "[green]pass[/]" if result.passed else "[bold red]fail[/]"

@@ -92,7 +92,7 @@ def test_results_follow_their_turn(recording: str) -> None:
 
 def test_claude_code_asks_for_more_than_any_small_context() -> None:
     first = requests("claude_code.json")[0]
-    assert (first.request.requested_model, first.request.max_tokens) == ("claude-opus-4-8", 64_000)
+    assert (first.requested_model, first.max_tokens) == ("claude-opus-4-8", 64_000)
     assert [tool.name for tool in first.conversation.tools] == ["Bash"]
 
 

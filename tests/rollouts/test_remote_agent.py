@@ -508,7 +508,7 @@ async def test_RA_02_each_attempt_asks_once_and_the_rollout_has_one_row(tmp_path
         job = make(tmp_path, harness_factory("remote-agent")(url=served.url), samples=1, max_attempts=2)
         summary = await job.run()
     assert served.requests == 2 * len(summary.rows)
-    assert {(row.status, row.error, row.reward, row.attempts) for row in summary.rows} == {
+    assert {(row.status, row.error, row.reward, row.attempt) for row in summary.rows} == {
         ("failed", "agent_connection_lost", None, 2)
     }
     assert summary.failures == {"agent_connection_lost": 2 * len(summary.rows)}
@@ -523,7 +523,7 @@ async def test_RA_01_a_job_ends_with_rows_that_say_why_and_terminal_ones_are_not
         for name, url in (("dead", dead), ("silent", silent.url), ("odd", odd.url)):
             harness = harness_factory("remote-agent")(url=url, call_timeout_s=0.1)
             summary = await make(tmp_path / name, harness, samples=1, max_attempts=3).run()
-            rows[name] = {(row.status, row.error, row.reward, row.attempts) for row in summary.rows}
+            rows[name] = {(row.status, row.error, row.reward, row.attempt) for row in summary.rows}
             (first, *_) = (tmp_path / name / "failures.jsonl").read_text().splitlines()
             assert json.loads(first)["attempt"] == 1
     assert rows == {

@@ -292,11 +292,11 @@ async def test_newer_format_is_refused(tmp_path: Path) -> None:
 
 
 async def test_unknown_record_type_is_refused(tmp_path: Path) -> None:
-    draft = Draft(9, 1, pack_key("r"), b"")  # type: ignore[arg-type]
+    draft = Draft(99, 1, pack_key("r"), b"")  # type: ignore[arg-type]
     segment_path(tmp_path, 1).write_bytes(
         pack_segment_header(SegmentHeader(7, 1)) + pack_frame(draft, seed=7, starts_batch=True)
     )
-    with pytest.raises(CorruptLogError, match="type 9"):
+    with pytest.raises(CorruptLogError, match="type 99"):
         await LogStore.open(tmp_path)
 
 
