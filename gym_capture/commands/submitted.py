@@ -103,7 +103,8 @@ def submit(
             metadata={_OUT: str(job.out), _ENV: ",".join(sorted(values))},
             runtime_env={
                 "working_dir": packed,
-                "py_modules": [str(each.resolve()) for each in package or ()],
+                # Not even empty, if there are none: Ray 2.60 takes an empty list for a package without a name.
+                **({"py_modules": [str(each.resolve()) for each in package]} if package else {}),
                 "env_vars": {
                     **values,
                     # It has its rollouts end before it does.

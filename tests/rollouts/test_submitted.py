@@ -118,7 +118,10 @@ async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitt
         submitting = ("submit", str(file), "--out", str(out), "--set", "samples=4", "--env", "CREDENTIAL")
         job_id = (await command(*submitting)).strip()
         tasks.unlink()  # they have travelled
-        await two_wait.wait()
+        while not two_wait.is_set():
+            state = (await command.state(job_id))["state"]
+            assert state in ("PENDING", "RUNNING"), await command("logs", job_id)
+            await asyncio.sleep(0.3)
         rows = out / "rollouts.jsonl"
         await until(lambda: rows.read_bytes().count(b"\n") == 2)
 
