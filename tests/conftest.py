@@ -40,6 +40,8 @@ _FIRST: Final = (
     "tests/faults/test_scaling.py",
     "tests/faults/test_vllm_replica.py",
     "tests/contract/test_actor_store.py",
+    "tests/rollouts/test_on_ray.py",
+    "tests/rollouts/test_submitted.py",
     "tests/test_models.py",
 )
 """The rooms that take longest: what begins last must be short, or all wait for it."""

@@ -58,7 +58,7 @@ async def play(job: JobFile, url: str) -> JobSummary:
 
 async def run(job: JobFile, runner: RayRunner) -> JobSummary:
     return await JobRun(
-        tasks=tasks_of(job), options=job.options("job"), attempts=runner, settings=job.settings, directory=job.out
+        tasks=await tasks_of(job), options=job.options("job"), attempts=runner, settings=job.settings, directory=job.out
     ).run()
 
 
@@ -111,8 +111,8 @@ async def test_rollouts_of_a_lost_node_are_played_again_elsewhere(cluster: Nodes
     assert {failure.reason for failure in failures} == {"node_lost"}
     assert len(failures) == 4, "half of the rollouts were there"
     assert {failure.rollout_id for failure in failures} < lost
-    again = {row.rollout_id: row.attempts for row in summary.rows if row.attempts > 1}
-    assert again == {failure.rollout_id: 2 for failure in failures}
+    again = {row.place: row.attempt for row in summary.rows if row.attempt > 1}
+    assert again == {failure.place: 2 for failure in failures}
     for rollout_id in {call.rollout_id for call in server.calls}:
         assert {call.token for call in server.calls_of(rollout_id)} == {KEYS.rollout_token(rollout_id)}
 
@@ -207,7 +207,7 @@ async def test_a_worker_that_does_not_answer_is_killed(
     )
     async with serving(solve) as server, asyncio.timeout(120):
         summary = await play(job, server.url)
-    assert [(row.status, row.error, row.attempts) for row in summary.rows] == [
+    assert [(row.status, row.error, row.attempt) for row in summary.rows] == [
         ("finished", None, 1),
         ("failed", "rollout_timeout", 2),
     ]
