@@ -28,7 +28,7 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     job_id = json.loads((tmp_path / "job" / "job.json").read_text())["job_id"]
     assert job_id.startswith("job-")
     assert sorted(row["rollout_id"] for row in rows) == [
-        f"{job_id}.register-0-{task}.{n}" for task in (0, 1) for n in (0, 1)
+        f"{job_id}.register-0-{task}.{n}-a1" for task in (0, 1) for n in (0, 1)
     ]
     assert all(row["n_calls"] == 3 for row in rows)
 
