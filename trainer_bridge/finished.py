@@ -67,7 +67,7 @@ class FinishedRollout:
     input: str | list[JsonObject] | None
     """The task as it was given to the agent: `input` of a Responses request. None: nobody said."""
     call_rewards: Mapping[str, float]
-    """What the agent itself gave to single calls, by call id: no part of the reward."""
+    """The agent's own rewards of single calls, by call id: no part of the reward."""
 
 
 def read_finished(batches: Iterable[Batch]) -> Iterator[FinishedRollout]:

@@ -61,7 +61,7 @@ def response_object(
 
 
 def usage(input_tokens: int, output_tokens: int) -> JsonObject:
-    """What was read and generated. Nothing is said of caches: a record does not know."""
+    """Counts of ids read and generated. Nothing is said of caches: a record does not know."""
     return {
         "input_tokens": input_tokens,
         "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -72,7 +72,7 @@ def usage(input_tokens: int, output_tokens: int) -> JsonObject:
 
 
 def _known(item: Mapping[str, Any]) -> JsonObject:
-    """What the record says. A null says nothing."""
+    """The record's values. A null says nothing."""
     return {key: value for key, value in item.items() if value is not None}
 
 

@@ -33,7 +33,7 @@ TRAIN_COLUMNS: Final = (
 )
 """The columns of a table of trajectories that a training loop reads."""
 _MAY_LACK: Final = frozenset({"truncated"})
-"""What can be done without in tables that were built before it was."""
+"""Columns that can be done without, in tables that were built before them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

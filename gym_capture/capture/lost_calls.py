@@ -1,4 +1,4 @@
-"""What other calls show of calls that were begun and then lost.
+"""Calls that were begun and then lost, as other calls show them.
 
 Invariant: nothing is said unless it is known of every call what it was for, since any could be the one that goes on
 from a lost reply. Found in time linear in the calls, however many ask the same.
@@ -20,7 +20,7 @@ _NO_KEY: Final = bytes(_KEY_BYTES)
 
 
 class Purpose(NamedTuple):
-    """What a call is for, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
+    """A call's purpose, in fewer bytes than its intent has: it is in memory for every call of every live rollout."""
 
     body: bytes
     request: bytes
@@ -47,7 +47,7 @@ def purpose(intent: CallIntent) -> bytes:
 
 
 def lost_calls(dangling: Set[str], begun: Mapping[str, bytes], recorded: Set[str]) -> tuple[LostCall, ...]:
-    """What is known of the `dangling` ones of the `begun` calls, of which each has its `purpose` beside it."""
+    """The `dangling` ones of the `begun` calls, each of which has its `purpose` beside it."""
     if not dangling or not all(begun.values()) or not recorded <= begun.keys():
         return ()
     purposes = {call_id: Purpose.unpack(packed) for call_id, packed in begun.items()}

@@ -1,4 +1,4 @@
-"""What is said of a rollout from outside of its calls: which one it is (`Registration`), and how it ended (`Outcome`).
+"""A rollout as seen from outside of its calls: which one it is (`Registration`), and how it ended (`Outcome`).
 
 Invariant: two that say the same are equal, and one text stands for each (`as_text`): that text is what is kept, hashed
 and compared. A reward that is no finite number is none, so it is refused where it is said, not where it is trained on.
@@ -33,7 +33,7 @@ class Registration:
     sample: int | None = None
     """Which of its group's attempts."""
     task: str | None = None
-    """What it is an attempt at, as JSON; None: nobody said."""
+    """The task that it is an attempt at, as JSON; None: nobody said."""
     agent_completes: bool = True
     """Whether its agent is trusted to say how it ended. Else that is for who registered it."""
 
@@ -119,7 +119,7 @@ def _check_text(name: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str
 
 
 class Standing(NamedTuple):
-    """What is said of a live rollout."""
+    """Registration and outcome of a live rollout."""
 
     rollout_id: str
     registration: Registration | None
@@ -127,7 +127,7 @@ class Standing(NamedTuple):
 
 
 SAID: Final = ("registration", "outcome")
-"""What each is called in a snapshot, where it is."""
+"""The name of each in a snapshot, where it is."""
 
 
 def said_texts(registration: Registration | None, outcome: Outcome | None) -> dict[str, str]:
@@ -137,7 +137,7 @@ def said_texts(registration: Registration | None, outcome: Outcome | None) -> di
 
 
 def said_in(texts: Mapping[str, Any]) -> tuple[Registration | None, Outcome | None]:
-    """What is known again. Raises as `from_text`."""
+    """Both, read again. Raises as `from_text`."""
     registration, outcome = (texts.get(name) for name in SAID)
     return (
         None if registration is None else Registration.from_text(registration),

@@ -57,7 +57,7 @@ def is_job(text: str) -> bool:
 
 
 def check_job(text: str) -> Findings:
-    """What is wrong with the text of a job file; what only this machine lacks is a warning. Nothing is made of it, so
+    """The faults of the text of a job file; what only this machine lacks is a warning. Nothing is made of it, so
     that agents and environments need not be installed."""
     data, problems = parse(text)
     problems = problems or list(_problems(data))
@@ -118,7 +118,7 @@ _REPLACES: Final[Mapping[str, tuple[str, ...]]] = {
     "tasks.count": ("file",),
     "tasks.seed": ("file",),
 }
-"""What the file says of the same thing in another way."""
+"""Keys that say the same thing in another way."""
 
 
 def _whole(section: list[str]) -> dict[str, Any]:

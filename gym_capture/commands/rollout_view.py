@@ -1,4 +1,4 @@
-"""What a rollout job shows of itself while it runs.
+"""The views of a rollout job while it runs.
 
 Invariant: all views show the numbers of a `Snapshot` and no others, and how things stand in the end is shown in any
 case, unless the job was refused before it began. A view only reads: it changes nothing of the job.
@@ -39,7 +39,7 @@ class View(Protocol):
     every_s: float
 
     def shown(self) -> AbstractContextManager[object]:
-        """What is open as long as something is shown."""
+        """The context that is open as long as something is shown."""
         ...
 
     def show(self, now: Snapshot) -> None: ...

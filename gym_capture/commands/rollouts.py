@@ -266,7 +266,7 @@ async def _play(
 
 
 async def _planned(job: JobFile, on: On) -> Sequence[str]:
-    """What a job would play. Raises `ConfigError` for what could not be played."""
+    """The plan of a job, in lines. Raises `ConfigError` for what could not be played."""
     from gym_capture.rollouts.job import identity, rollouts_of
     from gym_capture.rollouts.jobfile import prepare
 
@@ -419,7 +419,7 @@ def _records(namespace: str) -> SourceSpec:
 def _fencing(
     ray_address: str, namespace: str
 ) -> tuple[Callable[[str], Awaitable[None]], Callable[[str], Awaitable[None]]]:
-    """What makes the graph's state actors clear a rollout, and what makes them close one."""
+    """Two functions: one has the graph's state actors clear a rollout, the other close one."""
     from gym_capture.capture.operations import Clear, Close
     from gym_capture.serving.state import connect
 

@@ -135,7 +135,7 @@ def _write(part: Part, source: WorkerSource, *, options: RowOptions, staged: Sta
 
 
 class _Directory:
-    """What is there already."""
+    """The groups that are there already."""
 
     def __init__(self, out: str | Path) -> None:
         self._shown = str(out)

@@ -41,7 +41,7 @@ class BuiltGroup:
 
     group_id: str
     summaries: tuple[RolloutSummary, ...]
-    """What became of each rollout, in the order in which they ended."""
+    """The accounts of the rollouts, in the order in which they ended."""
     table: pa.Table
     """Rows of `schema.SCHEMA` with their advantages: what `trainer_bridge` reads batches of."""
 
@@ -81,7 +81,7 @@ class BuildThread:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="build-groups")
 
     async def run(self, work: Callable[[WorkerSource], _T]) -> _T:
-        """What `work` makes of the source."""
+        """The result of `work` on the source."""
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
 
     async def __aenter__(self) -> BuildThread:

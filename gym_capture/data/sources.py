@@ -54,7 +54,7 @@ class SourceSpec:
 
 
 async def recorded(source: SourceSpec) -> Sequence[Standing]:
-    """What was said of the live rollouts of a source. Raises what opening it raises."""
+    """The standings of the live rollouts of a source. Raises what opening it raises."""
     opened = await source.open()
     try:
         return await standings_of(opened)

@@ -1,4 +1,4 @@
-"""What came of a job that was tried: figures, the checks that decide whether its tokens are exact, a table.
+"""The report on a job that was tried: figures, the checks that decide whether its tokens are exact, a table.
 
 Invariant: every figure is read from what a trainer reads, the trajectories' Parquet, or reported by the trainer that
 read it; no check holds for want of anything to check.
@@ -30,7 +30,7 @@ class Tried:
 
     built: Built
     tool_calls: int
-    """What the policy asked of tools, in the calls that are delivered."""
+    """Tool calls of the policy, in the calls that are delivered."""
     unresolved_calls: int
     """Calls that echo turns which no call is proven to have made, as a client does that rewrites what was cut."""
     excluded_tokens: Mapping[str, int]

@@ -34,7 +34,7 @@ _POLL_S: Final = 0.2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TryOptions:
-    """What is tried, on which model, and where everything goes."""
+    """The job to try, the model, and where everything goes."""
 
     job: Path
     """A job file."""

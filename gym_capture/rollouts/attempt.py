@@ -37,11 +37,11 @@ class Scored:
 
 
 class Outcome(NamedTuple):
-    """What became of an attempt."""
+    """The outcome of an attempt."""
 
     result: Scored | Failed
     note: str | None
-    """What went wrong afterwards, in the tear-down."""
+    """Trouble afterwards, in the tear-down."""
     observation: Observation | None = None
     """The agent's start; None if it did not come to that."""
 
@@ -55,7 +55,7 @@ class Play(Protocol):
 
 
 class AttemptRunner(Protocol):
-    """What plays the attempts of a job: this process (`Attempts`), or others on a cluster (`on_ray`)."""
+    """The player of a job's attempts: this process (`Attempts`), or others on a cluster (`on_ray`)."""
 
     async def place(self) -> Play:
         """Returns once there is room for one more attempt; the attempt that is then played takes it.
@@ -97,7 +97,7 @@ class _Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempts:
-    """What all attempts of a job have in common."""
+    """The common parts of all attempts of a job."""
 
     harness: Harness
     make_environment: EnvironmentFactory

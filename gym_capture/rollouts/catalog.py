@@ -50,7 +50,7 @@ _TASK_ARGUMENTS: Final = ("count", "seed")
 
 
 def harness_factory(name: str) -> HarnessFactory:
-    """What makes the harness `name`. Raises `ConfigError` if there is none, and when called with options amiss."""
+    """The factory of the harness `name`. Raises `ConfigError` if there is none, and when called with options amiss."""
     path = _path_of(name, HARNESSES, "harness")
     factory = load(path)
     takes = _Takes.of(factory, path)
@@ -64,7 +64,7 @@ def harness_factory(name: str) -> HarnessFactory:
 
 
 def environment_factory(name: str) -> OptionedEnvironment:
-    """What makes the environment `name`. Raises `ConfigError` as `harness_factory` does."""
+    """The factory of the environment `name`. Raises `ConfigError` as `harness_factory` does."""
     path = _path_of(name, ENVIRONMENTS, "environment")
     factory = load(path)
     takes, of_tasks = _Takes.of(factory, path), _takes_of_tasks(path)
@@ -78,7 +78,7 @@ def environment_factory(name: str) -> OptionedEnvironment:
 
 
 def task_maker(name: str) -> Callable[..., Sequence[Task]]:
-    """What makes tasks of the environment `name` up: a `TaskMaker` that takes the environment's options as well.
+    """The maker of the environment's own tasks: a `TaskMaker` that takes the environment's options as well.
 
     Raises `ConfigError` if the environment makes none.
     """
@@ -153,7 +153,7 @@ class _Takes:
 
 
 def _takes_of_tasks(path: str) -> list[_Takes]:
-    """What the `tasks` of an environment's factory take; nothing if it makes none."""
+    """The parameters of the `tasks` of an environment's factory; none if it makes none."""
     try:
         maker = load(f"{path}.tasks")
     except ConfigError:

@@ -25,12 +25,12 @@ class Task:
 
     task_id: str
     data: Mapping[str, Any] = field(default_factory=dict)
-    """What the environment makes the task from; JSON."""
+    """The data that the environment makes the task from; JSON."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What an agent starts from, as Chat Completions `messages` and `tools`."""
+    """An agent's start, as Chat Completions `messages` and `tools`."""
 
     messages: tuple[Mapping[str, Any], ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -54,7 +54,7 @@ class Environment(Protocol):
     """One session of one task."""
 
     async def reset(self, task: Task) -> Observation:
-        """What the agent starts from. Called once, first."""
+        """The agent's start. Called once, first."""
         ...
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -71,13 +71,13 @@ class Environment(Protocol):
 
 
 class EnvironmentFactory(Protocol):
-    """What makes an environment for each rollout; `--environment` names one, as `module:factory`."""
+    """Makes an environment for each rollout; `--environment` names one, as `module:factory`."""
 
     def __call__(self) -> Environment: ...
 
 
 class TaskMaker(Protocol):
-    """What makes tasks up, where none are given: `tasks` of the factory that `--environment` names."""
+    """Makes tasks up, where none are given: `tasks` of the factory that `--environment` names."""
 
     def __call__(self, count: int, *, seed: int) -> Sequence[Task]:
         """The same arguments give the same tasks."""

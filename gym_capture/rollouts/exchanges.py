@@ -1,4 +1,4 @@
-"""What rows need of each rollout and the ledger is not to hold in memory: on disk, found by rollout id.
+"""The parts of rows that a ledger is not to hold in memory: on disk, found by rollout id.
 
 Invariant: an exchange is in the file before the rollout's line is in the ledger. Of several under one id the last
 counts. A line that was cut in writing belongs to a rollout that has no line in the ledger either: it is cut off.

@@ -34,7 +34,7 @@ _TOO_LONG: Final = (
     *(_CONTEXT_LENGTH, "maximum context length", "prompt is too long"),
     "ran out of room in the model's context",
 )
-"""What the server says in OpenAI's words and in Anthropic's, and what Claude Code and Codex make of it."""
+"""The server's words, in OpenAI's way and in Anthropic's, and those that Claude Code and Codex make of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Completed:
     response: Mapping[str, Any] | None = None
     """The agent's own Responses object, if it gives one."""
     output: Literal["merged", "native"] = "merged"
-    """What `response.output` of the rollout's row is. `merged`: the items of its calls, with their ids, from the
+    """The kind of `response.output` in the rollout's row. `merged`: the items of its calls, with their ids, from the
     records. `native`: what `response` says, left alone, because the agent's own items have exact ids."""
 
     def __post_init__(self) -> None:
@@ -259,7 +259,7 @@ def _failed(error: openai.OpenAIError, *, n_calls: int) -> Failed:
 
 
 def failed_by_http_status(status: int, detail: str, *, n_calls: int) -> Failed:
-    """What an answer of the server that is no reply makes of an attempt."""
+    """An attempt's end by an answer of the server that is no reply."""
     if status >= 500 or status in (408, 409, 429):
         return Failed(AttemptFailure.SERVER_ERROR, detail, n_calls)
     if status in (401, 403):

@@ -43,7 +43,7 @@ _MOST_ATTEMPTS: Final = 999_999
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """What of a job is not its tasks."""
+    """A job's options beside its tasks."""
 
     job_id: str
     samples: int = 4
@@ -51,9 +51,9 @@ class JobOptions:
     concurrency: int = 8
     max_attempts: int = 3
     rollout_timeout_s: float = 600.0
-    """What an attempt may take from the clearing of stale records to its score."""
+    """Seconds that an attempt may take, from the clearing of stale records to its score."""
     close_timeout_s: float = 10.0
-    """What the tear-down of an attempt may take: an agent's, once it is cancelled, and its environment's `close`."""
+    """Seconds for the tear-down of an attempt: an agent's, once it is cancelled, and its environment's `close`."""
     retry_wait_s: float = 1.0
     """The wait before the first retry; it doubles, up to 30 s."""
 
@@ -98,7 +98,7 @@ def rollouts_of(tasks: Sequence[Task], options: JobOptions) -> Iterator[Rollout]
 
 
 def identity(tasks: Sequence[Task], options: JobOptions, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What must be the same for rows of an earlier run to count: all that decides what is sampled and scored."""
+    """The same for rows of an earlier run that count: all that decides what is sampled and scored."""
     listed = json.dumps([asdict(task) for task in tasks], sort_keys=True)
     return {
         "job_id": options.job_id,
@@ -148,7 +148,7 @@ class RolloutJob:
     close: Callable[[str], Awaitable[object]]
     """Makes the server forget a superseded attempt, and refuse its calls from then on."""
     settings: Mapping[str, Any]
-    """What `harness` and `make_environment` are, and the options they were made with: JSON. Rows of a job with other
+    """Names of `harness` and `make_environment`, and the options they were made with: JSON. Rows of a job with other
     settings do not count for this one. Endpoints and credentials are no part of it."""
     directory: Path
     """Where rows are kept, see `ledger`."""

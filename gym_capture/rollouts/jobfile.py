@@ -94,9 +94,9 @@ class LimitsSection(_Section):
     max_attempts: PositiveInt = _JOB_DEFAULTS.max_attempts
     """Attempts at a rollout before it counts as failed."""
     rollout_timeout_s: Seconds = _JOB_DEFAULTS.rollout_timeout_s
-    """What an attempt may take, once started."""
+    """Seconds that an attempt may take, once started."""
     close_timeout_s: Seconds = _JOB_DEFAULTS.close_timeout_s
-    """What its tear-down may take."""
+    """Seconds that its tear-down may take."""
     retry_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _JOB_DEFAULTS.retry_wait_s
     """The wait before the first retry; it doubles, up to 30 s."""
 
@@ -107,9 +107,9 @@ class RaySection(_Section):
     rollouts_per_worker: PositiveInt = 16
     """How many a worker plays at a time."""
     num_cpus: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.25
-    """What a worker reserves on its node, with the programs that it starts."""
+    """CPUs that a worker reserves on its node, with the programs that it starts."""
     resources: dict[str, Annotated[float, Field(ge=0, allow_inf_nan=False)]] = {}
-    """What else it reserves: resources that nodes were started with."""
+    """Other reservations: resources that nodes were started with."""
 
 
 class JobFile(_Section):
@@ -134,13 +134,13 @@ class JobFile(_Section):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides what is sampled and scored, beside tasks and limits."""
+        """The settings that decide what is sampled and scored, beside tasks and limits."""
         return {"environment": self.environment.settings, "harness": self.harness.settings}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What a job file names, made."""
+    """The parts that a job file names, made."""
 
     tasks: Sequence[Task]
     make_environment: EnvironmentFactory
@@ -157,7 +157,7 @@ async def prepare(job: JobFile) -> Prepared:
 
 
 async def prepare_environment(job: JobFile) -> EnvironmentFactory:
-    """What makes the environment of each rollout, tried once. Raises `ConfigError`."""
+    """The maker of each rollout's environment, tried once. Raises `ConfigError`."""
     factory, options = environment_factory(job.environment.name), job.environment.options
 
     def make_environment() -> Environment:
@@ -199,7 +199,7 @@ async def tasks_of(job: JobFile) -> Sequence[Task]:
 
 
 async def _own(work: Callable[[], _T], job: JobFile, fails: str) -> _T:
-    """What code of the environment returns. Raises `ConfigError` for whatever it raises."""
+    """The return value of the environment's code. Raises `ConfigError` for whatever it raises."""
 
     async def run() -> _T:
         return work()

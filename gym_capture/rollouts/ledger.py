@@ -1,4 +1,4 @@
-"""What a rollout job has done so far, on disk: one directory, one writer.
+"""The state of a rollout job, on disk: one directory, one writer.
 
 Invariant: `rollouts.jsonl` holds at most one line for each rollout, and only of rollouts that are over; a line is on
 disk before `add_row` returns. An attempt is on disk before it plays, so no number of one is given twice. Whatever
@@ -57,7 +57,7 @@ class RolloutRow:
     reward: float | None
     reward_components: Mapping[str, float] = field(default_factory=dict)
     call_rewards: Mapping[str, float] = field(default_factory=dict)
-    """What the agent itself gave to single calls, by call id. No part of the reward."""
+    """The agent's own rewards of single calls, by call id. No part of the reward."""
     n_calls: int
     attempt: int
     """The number of the attempt that counts, from 1. Those before it failed, or were cut off with the job."""
@@ -73,7 +73,7 @@ class RolloutRow:
     """Whether another attempt at a failed rollout could end differently."""
     answer: str | None = None
     note: str | None = None
-    """What went wrong without a consequence for the row, in the tear-down."""
+    """Trouble in the tear-down, without a consequence for the row."""
     started_at: float
     """Unix seconds of the start of the attempt."""
     wall_s: float
@@ -249,7 +249,7 @@ class Ledger:
 
 
 class Found(NamedTuple):
-    """What a look at a job's directory finds; nothing is changed by it."""
+    """The findings of a look at a job's directory; nothing is changed by it."""
 
     differences: list[str]
     """From the job that is there, if there is one: `key: old -> new`."""
@@ -266,7 +266,7 @@ def look(directory: Path, job: Mapping[str, Any]) -> Found:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """What two jobs do not have in common, each as `key: old -> new` with its dotted key."""
+    """The differences of two jobs, each as `key: old -> new` with its dotted key."""
     # The new one as it would be read back: tuples are lists, keys are text.
     before, after = dict(_flat(old)), dict(_flat(json.loads(json.dumps(new, default=str))))
     return [
@@ -291,7 +291,7 @@ def _shown(values: Mapping[str, Any], key: str) -> str:
 
 
 def read_job(directory: Path) -> dict[str, Any] | None:
-    """What the job in a directory is; None if there is none.
+    """The description of the job in a directory; None if there is none.
 
     Raises `RecordError` if that cannot be read, `ConfigError` if another version of this package played it.
     """
@@ -332,7 +332,7 @@ def _writable(directory: Path, further: str = "") -> Iterator[None]:
 
 
 def _line(row: RolloutRow | FailureRow | AttemptRow) -> bytes:
-    """What a harness gave for an answer that is no JSON is there as its text."""
+    """An answer that is no JSON, as its text."""
     return json.dumps(asdict(row), separators=(",", ":"), default=str).encode() + b"\n"
 
 

@@ -38,7 +38,7 @@ from gym_capture.rollouts.patience import Late, Patience, Raised
 _SPARE_CALLS: Final = 4
 """Of a worker, beside its rollouts: they are opened and closed by calls, too."""
 _ANSWER_S: Final = 10.0
-"""What an answer may take on its way, when what it is about must be over."""
+"""Seconds that an answer may take on its way, when what it is about must be over."""
 _STARTS: Final = 3
 """Workers in a row that may be lost before one has started."""
 _NO_ROOM_AFTER_S: Final = 30.0

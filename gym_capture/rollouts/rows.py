@@ -26,7 +26,7 @@ _ROLE = "user"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What went to the agent and what it gave back: what a row has beside the outcome. All JSON."""
+    """The agent's input and its own response: a row has them beside the outcome. All JSON."""
 
     input: list[JsonObject]
     """`input` of a Responses request."""

@@ -26,12 +26,12 @@ from gym_capture.rollouts import supervisor
 _KILLING_TAKES_S: Final = 10.0
 _PIECE: Final = 65_536
 PASSED_ON: Final = ("PATH", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE", "TZ", "SSL_CERT_FILE", "SSL_CERT_DIR")
-"""What a program gets of this process's environment. Everything else may be a secret."""
+"""The variables that a program gets of this process's environment. Everything else may be a secret."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What a program may use."""
+    """The bounds of a program."""
 
     timeout_s: float | None = None
     stdout_bytes: int = 1 << 20
@@ -49,7 +49,7 @@ class Ended:
     status: int | None = None
     """Its exit status; None: it did not end by itself."""
     signal: int | None = None
-    """What killed it, if not we."""
+    """The signal that killed it, if not ours."""
     error: str | None = None
     """Why it could not be started."""
     timed_out: bool = False

@@ -86,7 +86,7 @@ class Registry:
         )
 
     async def register(self, http: Request) -> Mapping[str, Any]:
-        """What an agent needs to play the rollout."""
+        """The answer to a registration: all that an agent needs to play the rollout."""
         if self._keyring is not None:
             self._keyring.admit_admin(http.headers)
         said = _known(await self._body(http), "rollout_id", "group_id", "sample", "task", "agent_completes")
@@ -132,7 +132,7 @@ class Registry:
         return {"rollout_id": rollout_id, "state": "complete", "outcome": outcome.as_dict()}
 
     async def look(self, http: Request) -> Mapping[str, Any]:
-        """What is known of the rollout now."""
+        """The rollout's state now."""
         if self._keyring is not None:
             self._keyring.admit_reader(http.headers)
         return standing(await self._service.snapshot(http.path_params["rollout_id"]))
@@ -196,7 +196,7 @@ def _task(task: object) -> str | None:
 
 
 def _made(make: Callable[[], _T]) -> _T:
-    """What a client said, as a value; of a field that cannot be, the client is told."""
+    """A client's words, as a value; of a field that cannot be, the client is told."""
     try:
         return make()
     except RecordError as error:

@@ -59,7 +59,7 @@ class ListedStore(ABC):
 
 
 async def standings_of(source: TokenSource) -> Sequence[Standing]:
-    """What is said of the live rollouts of any source: one that cannot list it is read from end to end."""
+    """The standings of the live rollouts of any source: one that cannot list it is read from end to end."""
     if isinstance(source, ListedStore):
         return await source.standings()
     found = []

@@ -133,7 +133,7 @@ class RolloutStates:
         return sorted(rollout_id for rollout_id, state in self._states.items() if state.is_live)
 
     def standings(self) -> list[Standing]:
-        """What is said of the live rollouts, sorted by their ids."""
+        """The standings of the live rollouts, sorted by their ids."""
         live = ((rollout_id, self._states[rollout_id]) for rollout_id in self.live_ids())
         return [Standing(rollout_id, state.registration, state.outcome) for rollout_id, state in live]
 

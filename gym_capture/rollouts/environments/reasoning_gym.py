@@ -89,7 +89,7 @@ def extracted(reply: str) -> str | None:
 
 
 def _last_boxed(reply: str) -> str | None:
-    r"""What stands in the `\boxed{}` that begins last, of those that end."""
+    r"""The content of the `\boxed{}` that begins last, of those that end."""
     opened: list[int | None] = []
     """Where the text of an open brace begins, if the brace is that of a box."""
     last: tuple[int, int] | None = None

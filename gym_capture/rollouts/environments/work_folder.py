@@ -30,7 +30,7 @@ _WORDS: Final = ("ash", "birch", "cedar", "elm", "fir", "hazel", "larch", "maple
 
 
 class Check(BaseModel):
-    """What makes the reward: all of it for all that is asked; half for half of the files, or for one of two kinds."""
+    """The rule of the reward: all of it for all that is asked; half for half of the files, or for one of two kinds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +57,7 @@ class FolderTask(BaseModel):
     prompt: str
     system: str = ""
     files: dict[str, str] = {}
-    """What is in the folder when the agent starts, by name."""
+    """The contents of the folder when the agent starts, by name."""
     check: Check
 
     @field_validator("files")

@@ -116,7 +116,7 @@ class _Codex:
 
 
 def _last_error(output: bytes) -> str:
-    """What the last error of its JSON lines says; empty if there is none."""
+    """The text of the last error among its JSON lines; empty if there is none."""
     said = ""
     for line in output.splitlines():
         try:

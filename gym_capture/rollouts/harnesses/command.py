@@ -60,9 +60,9 @@ class Play:
     endpoint: Endpoint
     model: str
     system: str
-    """What the environment says as the system; may be empty."""
+    """The environment's words as the system; may be empty."""
     task: str
-    """What it says as the user."""
+    """Its words as the user."""
     folder: Path
     """Of this rollout; holds the others, but for a work folder that is the environment's."""
     work: Path
@@ -81,7 +81,7 @@ class Play:
         return f"{self.system}\n\n{self.task}" if self.system else self.task
 
     def answer(self, *, limit: int) -> str | Failed:
-        """What the program wrote to its answer file."""
+        """The contents of the program's answer file."""
         try:
             return read_below(self.folder, _ANSWER_FILE, limit=limit).decode(errors="replace").strip()
         except OSError as error:
@@ -90,7 +90,7 @@ class Play:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Invocation:
-    """What to run."""
+    """A program to run."""
 
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -104,11 +104,11 @@ class Program(Protocol):
     """A kind of program."""
 
     def invocation(self, play: Play) -> Invocation:
-        """What to run for a rollout."""
+        """The program of a rollout."""
         ...
 
     def outcome(self, ended: Ended, play: Play) -> Outcome:
-        """What came of it, once it ended by itself - well or not."""
+        """The outcome, once it ended by itself - well or not."""
         ...
 
 
@@ -199,7 +199,7 @@ class CommandHarness:
 
 
 def failed_by_status(ended: Ended, *, said: str = "") -> Failed:
-    """What a program failed with that did not end well, with what it said: by default the end of what it wrote."""
+    """The failure of a program that did not end well, with its words: by default the last that it wrote."""
     how = f"exit status {ended.status}" if ended.status is not None else f"killed by signal {ended.signal}"
     return _failed(AttemptFailure.COMMAND_FAILED, how, ended, said=said)
 
@@ -300,7 +300,7 @@ def _failed(reason: AttemptFailure, how: str, ended: Ended, *, said: str = "") -
 
 
 def _said_by(observation: Observation, *roles: str) -> str:
-    """What the messages of `roles` say, as text. Raises `ConfigError` if a program cannot be told it."""
+    """The text of the messages of `roles`. Raises `ConfigError` if a program cannot be told it."""
     texts = []
     for message in observation.messages:
         if message["role"] not in ("system", "developer", "user"):

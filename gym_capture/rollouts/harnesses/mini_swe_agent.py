@@ -35,7 +35,7 @@ _FAILURES: Final[Mapping[str, tuple[AttemptFailure, bool]]] = {
     "Timeout": (AttemptFailure.CALL_TIMEOUT, True),
     "APIConnectionError": (AttemptFailure.CONNECTION, True),
 }
-"""What LiteLLM's errors are, by name, and whether another attempt could end differently."""
+"""LiteLLM's errors by name, and whether another attempt could end differently."""
 
 
 def mini_swe_agent(

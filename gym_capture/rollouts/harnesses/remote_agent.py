@@ -54,7 +54,7 @@ class RemoteAgentOptions:
     url: str
     """Scheme, host and port, and a path below which it has `/v1/responses`, if there is one."""
     model: str = "policy"
-    """What the request names; it is the service that asks the graph for it."""
+    """The model that the request names; it is the service that asks the graph for it."""
     graph_url: str | None = None
     """Scheme, host and port under which the service reaches the graph, if not those of the job's endpoint."""
     secret: str | None = None
@@ -62,9 +62,9 @@ class RemoteAgentOptions:
     max_turns: int = 50
     """Requests to the service: a rollout that reaches them ends with an empty answer."""
     call_timeout_s: float = 1800.0
-    """What one request may take, from its connection to the last byte of its reply."""
+    """Seconds that one request may take, from its connection to the last byte of its reply."""
     connect_timeout_s: float = 10.0
-    """What one of the three attempts to connect may take."""
+    """Seconds that one of the three attempts to connect may take."""
     max_reply_bytes: int = 16 << 20
 
     def __post_init__(self) -> None:
@@ -221,7 +221,7 @@ def remote_agent(
 
 
 def _ended(reply: AgentReply, where: str) -> Outcome | None:
-    """What a reply ends the attempt with; None: it goes on."""
+    """The end that a reply makes of the attempt; None: it goes on."""
     if reply.failure is not None:
         return Failed(AttemptFailure.AGENT_FAILED, f"{where}: {reply.failure}")
     if reply.is_cut:  # the policy's own limit, as with any agent: what it has said by then is its answer

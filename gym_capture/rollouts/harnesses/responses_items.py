@@ -76,7 +76,7 @@ def _text(content: Any) -> str:
 
 
 class ReplyError(ValueError):
-    """What is wrong with a reply."""
+    """A fault of a reply."""
 
     is_json: bool = True
 
@@ -180,11 +180,11 @@ class AgentReply:
     call_ids: frozenset[str]
     """Of all calls."""
     answer: str | None
-    """What the last message says; None if there is none."""
+    """The text of the last message; None if there is none."""
     is_cut: bool
     """It ended at a limit of the service's own."""
     failure: str | None
-    """What the service says went wrong with it."""
+    """The service's account of its failure."""
 
 
 def read_reply(body: bytes, *, earlier: frozenset[str]) -> AgentReply:
