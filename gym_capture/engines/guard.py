@@ -69,12 +69,13 @@ def kill(known: Known) -> None:
 def children(holder: int, title: str) -> Known:
     """The children of `holder` whose title starts with `title`."""
     found: Known = {}
-    with suppress(OSError):  # the holder, or one of its threads, ends meanwhile
+    with suppress(OSError):  # the holder ends meanwhile
         for ids in Path(f"/proc/{holder}/task").glob("*/children"):
-            for child in map(int, ids.read_text().split()):
-                started = _started(child)
-                if started is not None and _title(child).startswith(title):
-                    found[child] = started
+            with suppress(OSError):  # ...or one of its threads: another has its children then
+                for child in map(int, ids.read_text().split()):
+                    started = _started(child)
+                    if started is not None and _title(child).startswith(title):
+                        found[child] = started
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any, Final
@@ -21,11 +22,12 @@ EXCHANGES_FILE: Final = "exchanges.jsonl"
 
 
 class Exchanges:
-    """An open file of them. Use as a context manager."""
+    """An open file of them, which one thread writes and another may read. Use as a context manager."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / EXCHANGES_FILE
         self._file: IO[bytes] | None = None
+        self._opening = threading.Lock()
         self._begins: dict[str, int] = {}
         """By rollout id."""
 
@@ -46,22 +48,24 @@ class Exchanges:
 
     def get(self, rollout_id: str) -> Exchange:
         """An empty one if there is none, as of a job that began before they were kept."""
-        file = self._opened()
+        self._opened()
         if rollout_id not in self._begins:
             return Exchange(input=[], tools=[])
-        file.seek(self._begins[rollout_id])
-        found: dict[str, Any] = json.loads(file.readline())
+        with self._path.open("rb") as lines:  # of its own: the job goes on writing meanwhile
+            lines.seek(self._begins[rollout_id])
+            found: dict[str, Any] = json.loads(lines.readline())
         del found["rollout_id"]
         return Exchange(**found)
 
     def _opened(self) -> IO[bytes]:
-        if self._file is None:
-            try:
-                self._file = self._path.open("a+b", buffering=0)
-                self._begins = self._scanned(self._file)
-            except OSError as error:
-                raise ConfigError(f"{self._path} cannot be opened: {error.strerror}") from None
-        return self._file
+        with self._opening:
+            if self._file is None:
+                try:
+                    self._file = self._path.open("a+b", buffering=0)
+                    self._begins = self._scanned(self._file)
+                except OSError as error:
+                    raise ConfigError(f"{self._path} cannot be opened: {error.strerror}") from None
+            return self._file
 
     def _scanned(self, file: IO[bytes]) -> dict[str, int]:
         begins: dict[str, int] = {}

@@ -19,6 +19,10 @@ from tests.serving.replica import until
 pytestmark = pytest.mark.engine
 
 
+ENDLESS = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
+"""So that it is still under way when its replica is killed."""
+
+
 async def rest(lines: AsyncIterator[str]) -> list[str]:
     return [line async for line in lines]
 
@@ -32,7 +36,7 @@ async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_clust
     body = APIS[0].body((), "Talk.")
     async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
         killer = Killer(cluster, http, seed=0)
-        async with http.stream("POST", url, json={**body, "stream": True, "max_tokens": 3000}) as response:
+        async with http.stream("POST", url, json={**body, **ENDLESS}) as response:
             lines = response.aiter_lines()
             await anext(lines)
             await killer.kill(Victim.REPLICA)
