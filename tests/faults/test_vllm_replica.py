@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
 
 import httpx
 import pytest
@@ -13,18 +14,28 @@ from gym_capture.capture.records import Root
 from tests.faults.apis import APIS
 from tests.faults.audit import read
 from tests.faults.cluster import Cluster
-from tests.faults.killer import Killer, Victim
 from tests.serving.replica import until
 
 pytestmark = pytest.mark.engine
 
 
-ENDLESS = {"stream": True, "max_tokens": 3000, "ignore_eos": True}
+ENDLESS = {"stream": True, "max_tokens": 4000, "ignore_eos": True}
 """So that it is still under way when its replica is killed."""
 
 
-async def rest(lines: AsyncIterator[str]) -> list[str]:
-    return [line async for line in lines]
+async def to_the_end(lines: AsyncIterator[str]) -> None:
+    seen = [line async for line in lines]
+    pytest.fail(f"the reply came to its end: {seen[-3:]}")
+
+
+async def answered(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -> httpx.Response:
+    """The first reply that is none of a proxy that knows no replica."""
+    async with asyncio.timeout(240):
+        while True:
+            reply = await http.post(url, json={**body, "max_tokens": 8})
+            if reply.status_code == 200:
+                return reply
+            await asyncio.sleep(0.5)
 
 
 async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_cluster: Cluster) -> None:
@@ -35,20 +46,17 @@ async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_clust
     url = f"{cluster.url}/ng-rollout/r/v1/chat/completions"
     body = APIS[0].body((), "Talk.")
     async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
-        killer = Killer(cluster, http, seed=0)
+        await answered(http, f"{cluster.url}/ng-rollout/before/v1/chat/completions", body)
+        (replica,) = cluster.processes("ray::ServeReplica:")  # found first: looking for it takes a while
         async with http.stream("POST", url, json={**body, **ENDLESS}) as response:
+            assert response.status_code == 200
             lines = response.aiter_lines()
             await anext(lines)
-            await killer.kill(Victim.REPLICA)
-            with pytest.raises(httpx.RemoteProtocolError):
-                await rest(lines)
+            replica.kill()
+            with pytest.raises(httpx.TransportError):
+                await to_the_end(lines)
         await until(lambda: engines.isdisjoint(cluster.processes("VLLM::")))
-        async with asyncio.timeout(240):
-            while True:
-                reply = await http.post(url, json={**body, "max_tokens": 8})
-                if reply.status_code == 200:
-                    break
-                await asyncio.sleep(0.5)
+        reply = await answered(http, url, body)
     assert len(cluster.processes("VLLM::")) == len(engines)
     snapshot = read(cluster.records).snapshots["r"]
     (entry,) = snapshot.entries
