@@ -50,8 +50,9 @@ def claude_code(
 
     `system_prompt` stands in place of its own, which has some 20,000 tokens with all tools. Without `skip_permissions`
     it refuses what it would ask a person about. With `max_context_tokens` it compacts its conversation before it has so
-    many; without, one that outgrows the context ends there. `max_turns` bounds the model calls of a rollout, `max_retries` what it
-    does about a server that is busy, `call_timeout_s` how long it waits for a server that is silent (300 s at least).
+    many; without, one that outgrows the context ends there. `max_turns` bounds the model calls of a rollout,
+    `max_retries` what it does about a server that is busy, `call_timeout_s` how long it waits for a server that is
+    silent (300 s at least).
     `arguments` go to its command line, `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
