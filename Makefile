@@ -42,10 +42,10 @@ test-fast: $(READY)  ## the tests that need no engine
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not engine" $(ARGS)
 
 test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code, Codex and mini-swe-agent against the served graph (needs Node 20; 1 GB of packages)
-	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(ARGS)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(CLIENTS)/outgrown.py $(ARGS)
 
 test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, Claude Code as a job (two minutes)
-	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py -k "example or codex or mini-swe-agent" $(ARGS)
+	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(CLIENTS)/outgrown.py -k "example or codex or mini-swe-agent or claude-code-outgrown" $(ARGS)
 
 test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
 	$(BIN)/python -m tests.faults.leaving

@@ -1,6 +1,7 @@
 """`gym-capture train-step`: one step of the reference GRPO trainer on built trajectories.
 
-Invariant: the model it reads is never changed; what it writes is a whole model folder of its own.
+Invariant: the model it reads is never changed; what it writes is a whole model folder of its own. A signal ends it at
+once, whatever it computes.
 
 Flow: Parquet -> rollouts -> one step under a progress bar -> metrics, and the trained model if `--out` names a place.
 """
@@ -8,6 +9,9 @@ Flow: Parquet -> rollouts -> one step under a progress bar -> metrics, and the t
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -98,10 +102,11 @@ def command(
     )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         bar = progress.add_task("loading the model", total=None)
-        with explained(f"cannot load the model of {model}"):
-            trainer = GrpoTrainer.load(model, options, device=device)
-        progress.update(bar, description=f"training on {len(batch)} rollouts")
-        metrics = trainer.step(batch, on_progress=lambda done, of: progress.update(bar, completed=done, total=of))
+        with signals_end_it_at_once(progress.console):
+            with explained(f"cannot load the model of {model}"):
+                trainer = GrpoTrainer.load(model, options, device=device)
+            progress.update(bar, description=f"training on {len(batch)} rollouts")
+            metrics = trainer.step(batch, on_progress=lambda done, of: progress.update(bar, completed=done, total=of))
         if out is not None:
             progress.update(bar, description="saving")
             trainer.save(out, tokenizer_from=model)
@@ -114,6 +119,22 @@ def command(
     if metrics.grad_norm == 0:
         note = "the gradient is zero, so the weights did not move: are the rewards of each group equal?"
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/] {note}")
+
+
+@contextmanager
+def signals_end_it_at_once(console: Console) -> Iterator[None]:
+    """Meanwhile Ctrl-C and SIGTERM end this process where it stands.
+
+    Python would hear of them when torch returns, and one pass may take minutes. Nothing is lost, and nothing is left:
+    what has been computed is kept nowhere yet.
+    """
+    console.show_cursor()  # hidden by a progress bar, which would not be there to show it again
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def metrics_table(metrics: StepMetrics) -> Table:

@@ -1,8 +1,8 @@
 """Harnesses and environments by name: what a job file says becomes an object, or one line that says what is wrong.
 
 Invariant: everything that can be known of a name and its options before a rollout runs is said when they are resolved -
-a name that does not exist, an option that nothing takes, one that is missing, a value of another type, a program that
-is not installed. Each is a `ConfigError` that names what there is.
+a name that does not exist, an option that nothing takes, one that is missing, a value of another type, a method that a
+class lacks, a program that is not installed. Each is a `ConfigError` that names what there is.
 
 Flow: a name of the tables below, or an import path `package.module:name` -> a factory -> called with the options of the
 job file, as keywords. A harness is made once for a job. An environment is made for each rollout with the same options;
@@ -47,17 +47,20 @@ ENVIRONMENTS: Final[Mapping[str, str]] = {
 }
 
 _TASK_ARGUMENTS: Final = ("count", "seed")
+_HARNESS_METHODS: Final = ("run", "close")
+_ENVIRONMENT_METHODS: Final = ("reset", "call_tool", "score", "close")
 
 
 def harness_factory(name: str) -> HarnessFactory:
     """The factory of the harness `name`. Raises `ConfigError` if there is none, and when called with options amiss."""
     path = _path_of(name, HARNESSES, "harness")
-    factory = load(path)
+    factory = _loaded(path, _HARNESS_METHODS)
     takes = _Takes.of(factory, path)
 
     def make(**options: Any) -> Harness:
         _check_known(options, [takes], f"harness {name!r}")
         made: Harness = factory(**takes.own(options, f"harness {name!r}"))
+        _check_methods(made, _HARNESS_METHODS, f"what {path!r} makes as a harness")
         return made
 
     return make
@@ -66,12 +69,13 @@ def harness_factory(name: str) -> HarnessFactory:
 def environment_factory(name: str) -> OptionedEnvironment:
     """The factory of the environment `name`. Raises `ConfigError` as `harness_factory` does."""
     path = _path_of(name, ENVIRONMENTS, "environment")
-    factory = load(path)
+    factory = _loaded(path, _ENVIRONMENT_METHODS)
     takes, of_tasks = _Takes.of(factory, path), _takes_of_tasks(path)
 
     def make(**options: Any) -> Environment:
         _check_known(options, [takes, *of_tasks], f"environment {name!r}")
         made: Environment = factory(**takes.own(options, f"environment {name!r}"))
+        _check_methods(made, _ENVIRONMENT_METHODS, f"what {path!r} makes as an environment")
         return made
 
     return make
@@ -102,7 +106,7 @@ def task_maker(name: str) -> Callable[..., Sequence[Task]]:
 def check_harness(name: str, options: Mapping[str, Any]) -> None:
     """Raises `ConfigError` for a name or options that there are not. Nothing is made, so nothing must be installed."""
     path = _path_of(name, HARNESSES, "harness")
-    takes = _Takes.of(load(path), path)
+    takes = _Takes.of(_loaded(path, _HARNESS_METHODS), path)
     _check_known(options, [takes], f"harness {name!r}")
     takes.own(options, f"harness {name!r}")
 
@@ -110,7 +114,7 @@ def check_harness(name: str, options: Mapping[str, Any]) -> None:
 def check_environment(name: str, options: Mapping[str, Any]) -> None:
     """Raises `ConfigError` as `check_harness` does."""
     path = _path_of(name, ENVIRONMENTS, "environment")
-    takes, of_tasks = _Takes.of(load(path), path), _takes_of_tasks(path)
+    takes, of_tasks = _Takes.of(_loaded(path, _ENVIRONMENT_METHODS), path), _takes_of_tasks(path)
     _check_known(options, [takes, *of_tasks], f"environment {name!r}")
     takes.own(options, f"environment {name!r}")
 
@@ -150,6 +154,22 @@ class _Takes:
             for name, value in options.items()
             if name in self.parameters or self.takes_any
         }
+
+
+def _loaded(path: str, methods: Sequence[str]) -> Any:
+    """A factory. Of a class it is known at once whether what it makes has the methods of its seam."""
+    factory = load(path)
+    if inspect.isclass(factory):
+        _check_methods(factory, methods, repr(path))
+    return factory
+
+
+def _check_methods(made: object, methods: Sequence[str], what: str) -> None:
+    """Raises `ConfigError` naming what is missing."""
+    missing = [name for name in methods if not callable(getattr(made, name, None))]
+    if missing:
+        needed = ", ".join(methods)
+        raise ConfigError(f"{what} has no method {', '.join(missing)}: it needs {needed}, each `async def`")
 
 
 def _takes_of_tasks(path: str) -> list[_Takes]:

@@ -33,6 +33,8 @@ _CONTEXT_LENGTH: Final = "context_length_exceeded"
 _TOO_LONG: Final = (
     *(_CONTEXT_LENGTH, "maximum context length", "prompt is too long"),
     "ran out of room in the model's context",
+    # Of replies that were cut: Claude Code gives up after four in a row, Codex after one.
+    *("output token maximum", "incomplete response returned, reason: max_output_tokens"),
 )
 """The server's words, in OpenAI's way and in Anthropic's, and those that Claude Code and Codex make of them."""
 
@@ -59,7 +61,7 @@ class Completed:
     n_calls: int
     """Model calls that the harness made. A program makes its own, which only the records count: then it is 0."""
     truncated: bool = False
-    """The conversation outgrew the model's context: the server refused to go on with it."""
+    """The conversation outgrew the model's context: the server refused to go on with it, or cut what came last."""
     failed_call: int | None = None
     """Of a truncated one: which model call did not fit, from 1; None if that is not known."""
     call_rewards: Mapping[str, float] = field(default_factory=dict)
@@ -269,7 +271,7 @@ def failed_by_http_status(status: int, detail: str, *, n_calls: int) -> Failed:
 
 
 def says_too_long(said: str) -> bool:
-    """Whether what an agent's program says of a refused request means that the conversation outgrew the context."""
+    """Whether what an agent says of its end means that the conversation outgrew the context, or its replies did."""
     return any(words in said.lower() for words in _TOO_LONG)
 
 

@@ -84,7 +84,8 @@ def row(
         made["mask_sample"] = bool(reasons)
         made["instance_config"] = {"mask_sample": bool(reasons)}
     elif exchange.response is not None:
-        made["response"] = {**exchange.response, "output": record["response"]["output"]}
+        # What the agent's own leaves out is that of the records: a row's response is a whole one.
+        made["response"] = {**record["response"], **exchange.response, "output": record["response"]["output"]}
     made[CAPTURE_KEY] = capture
     return made
 

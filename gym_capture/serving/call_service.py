@@ -9,6 +9,7 @@ and starts the engine; what becomes of the call then is `CallInFlight`'s concern
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,7 @@ from gym_capture.errors import (
     ContextLengthError,
     InvalidRequestError,
     Overflow,
+    StoreError,
     UnknownModelError,
     UnknownRolloutError,
 )
@@ -43,6 +45,8 @@ from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.splicer import Spliced, full_prompt, splice
 from gym_capture.splice.turn_start import turn_start
+
+logger = logging.getLogger(__name__)
 
 _SESSION_CHARACTERS: Final = 256 * 2**20
 """Text of conversations whose fingerprints are kept."""
@@ -78,6 +82,14 @@ class CallState(Protocol):
         ...
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
+    async def too_long(self, rollout_id: str) -> None:
+        """A call of the rollout was refused, because its conversation has outgrown the model's context."""
+        ...
+
+    async def is_outgrown(self, rollout_id: str) -> bool:
+        """Whether that is the last that became of its calls."""
+        ...
+
     async def freeze(self, rollout_id: str) -> Snapshot: ...
     async def write(self, operation: Operation) -> int: ...
     async def stats(self) -> ShardStats: ...
@@ -112,6 +124,15 @@ class CallService:
     ) -> CallInFlight:
         """Everything up to the first token. Raises a `RequestError`, `StoreError` or `EngineError`."""
         self._check(request, rollout_id)
+        try:
+            return await self._begin(request, rollout_id, call_id, request_digest)
+        except ContextLengthError:
+            await self._outgrown(rollout_id)
+            raise
+
+    async def _begin(
+        self, request: ModelRequest, rollout_id: str | None, call_id: str, request_digest: str
+    ) -> CallInFlight:
         self._check_length(request)
         adapted = self._engine.template.adapt(request.conversation)
         sampling = {**request.sampling, **self._pin}
@@ -161,6 +182,23 @@ class CallService:
             keys = self._fingerprint(rollout_id, request).turn_keys
             resolution = await self._state.resolve(rollout_id, keys)
         return int((await self._rendered(request, resolution)).ids.size)
+
+    async def _outgrown(self, rollout_id: str | None) -> None:
+        """Notes that a call did not fit. Best effort: harnesses go by their agents' words, if it is not known."""
+        if rollout_id is None or self._state is None:
+            return
+        try:
+            await self._state.too_long(rollout_id)
+        except StoreError as error:
+            logger.warning("could not note that a call was too long: %s (rollout %s)", error, rollout_id)
+
+    async def outgrown(self, rollout_id: str) -> tuple[bool, int]:
+        """Whether the rollout's last call was refused as too long, and how many calls are recorded."""
+        check_rollout_id(rollout_id)
+        if self._state is None:
+            raise UnknownRolloutError("this graph records no rollouts", rollout_id=rollout_id)
+        is_outgrown = await self._state.is_outgrown(rollout_id)
+        return is_outgrown, len((await self._state.freeze(rollout_id)).records)
 
     def _check(self, request: ModelRequest, rollout_id: str | None) -> None:
         if len(request.requested_model) > _LONGEST_MODEL_NAME:  # it is in every chunk and in every record

@@ -119,6 +119,9 @@ def build_gateway(
     async def records(request: Request) -> Response:
         return await _classified(_DEFAULT, edge.records(request))
 
+    async def outgrown(request: Request) -> Response:
+        return await _classified(_DEFAULT, edge.outgrown(request))
+
     def of_rollouts(look: Answer) -> _Handler:
         async def answer(request: Request) -> Response:
             return await _classified(_DEFAULT, _registered(look, request))
@@ -158,6 +161,7 @@ def build_gateway(
                 operation_id=f"GET {prefix + path}",
             )
     app.add_api_route(f"{_ROLLOUT}/token-records", records, methods=["GET"], include_in_schema=False)
+    app.add_api_route(f"{_ROLLOUT}/outgrown", outgrown, methods=["GET"], include_in_schema=False)
     app.add_api_route("/healthz", healthz, methods=["GET"])
     app.add_api_route("/stats", stats, methods=["GET"])
     for route in tuple(app.routes):
@@ -256,6 +260,14 @@ class _Edge:
             self._keyring.admit_reader(http.headers)
         snapshot = await self._service.snapshot(http.path_params["rollout_id"])
         return Response(await asyncio.to_thread(snapshot_json, snapshot), media_type=_JSON)
+
+    async def outgrown(self, http: Request) -> Response:
+        """Whether the rollout's last call was refused because its conversation has outgrown the context."""
+        rollout_id = http.path_params["rollout_id"]
+        if self._keyring is not None:
+            self._keyring.admit_call(http.headers, rollout_id)
+        is_outgrown, calls = await self._service.outgrown(rollout_id)
+        return JSONResponse({"rollout_id": rollout_id, "outgrown": is_outgrown, "calls": calls})
 
     async def count(self, http: Request, counting: TokenCounting) -> Response:
         """How long the prompt of a request would be."""

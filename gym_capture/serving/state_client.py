@@ -25,7 +25,7 @@ from gym_capture.capture.records import CallIntent, Snapshot
 from gym_capture.capture.sinks import BegunCall, TokenSink
 from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.serving.state_messages import BeginCall, Begun, Request, Resolve, packed
+from gym_capture.serving.state_messages import BeginCall, Begun, IsOutgrown, Request, Resolve, TooLong, packed
 from gym_capture.serving.stats import ShardStats, total
 from gym_capture.stores.base import ListedStore
 
@@ -61,6 +61,12 @@ class StateClient(ListedStore):
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return cast(Resolution, await self._send(rollout_id, Resolve(rollout_id, tuple(turn_keys))))
+
+    async def too_long(self, rollout_id: str) -> None:
+        await self._send(rollout_id, TooLong(rollout_id))
+
+    async def is_outgrown(self, rollout_id: str) -> bool:
+        return cast(bool, await self._send(rollout_id, IsOutgrown(rollout_id)))
 
     async def write(self, operation: Operation) -> int:
         return cast(int, await self._send(operation.rollout_id, packed(operation)))

@@ -38,6 +38,18 @@ class Resolve(NamedTuple):
     turn_keys: tuple[str, ...]
 
 
+class TooLong(NamedTuple):
+    """A call of the rollout was refused: its conversation has outgrown the model's context."""
+
+    rollout_id: str
+
+
+class IsOutgrown(NamedTuple):
+    """Whether that is the last that became of its calls."""
+
+    rollout_id: str
+
+
 class Begun(NamedTuple):
     """Answer to `BeginCall`: the epoch that the call's writes carry, and what it continues."""
 
@@ -47,7 +59,7 @@ class Begun(NamedTuple):
     """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
 
 
-Request: TypeAlias = BeginCall | CommitBytes | Resolve | Operation
+Request: TypeAlias = BeginCall | CommitBytes | Resolve | TooLong | IsOutgrown | Operation
 
 
 def packed(operation: Operation) -> Request:

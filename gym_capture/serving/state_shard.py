@@ -47,7 +47,18 @@ from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
-from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, is_commit, unpacked
+from gym_capture.serving.outgrown import Outgrown
+from gym_capture.serving.state_messages import (
+    BeginCall,
+    Begun,
+    CommitBytes,
+    IsOutgrown,
+    Request,
+    Resolve,
+    TooLong,
+    is_commit,
+    unpacked,
+)
 from gym_capture.serving.stats import ShardStats, Tally
 from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
 
@@ -119,6 +130,7 @@ class StateShard:
                         self._waiting_bytes,
                         encoded=store if isinstance(store, EncodedStore) else None,
                         measured=store if isinstance(store, MeasuredStore) else None,
+                        outgrown=Outgrown(),
                     )
                     if metrics is not None:
                         # What the process has made by now it keeps: looking through all of it again and again for
@@ -253,6 +265,7 @@ class _Hosted:
     """The store, if it keeps the bytes that a producer has encoded: then nothing is encoded twice."""
     measured: MeasuredStore | None
     """The store, if it says how its log is doing."""
+    outgrown: Outgrown
 
     async def answer(self, request: Request) -> object:
         """Answers anything but a `CommitBytes`, of which many are answered together (`commit_all`)."""
@@ -263,6 +276,11 @@ class _Hosted:
                 self.idle.read(rollout_id)
                 resolution, _ = await self.lineage.resolve(rollout_id, turn_keys)
                 return resolution
+            case TooLong(rollout_id):
+                self.outgrown.refused(rollout_id)
+                return None
+            case IsOutgrown(rollout_id):
+                return rollout_id in self.outgrown
             case Begin(intent):
                 return (await self.begin(BeginCall(intent))).epoch
             case Commit() | tuple():
@@ -349,6 +367,7 @@ class _Hosted:
         """Lets lineage find a record that is durable."""
         entry = commit.entry
         self.idle.wrote(entry.rollout_id)
+        self.outgrown.forget(entry.rollout_id)
         self.tally.put(entry, size_bytes=_size_bytes(commit), took_s=took_s)
         if self.metrics is not None:
             self.metrics.observe_put(took_s)
@@ -360,6 +379,7 @@ class _Hosted:
         """Nothing is recorded of it any more."""
         self.lineage.forget(rollout_id)
         self.idle.forget(rollout_id)
+        self.outgrown.forget(rollout_id)
 
     async def freeze(self, rollout_id: str) -> bytes:
         if self.encoded is not None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -79,3 +83,33 @@ def test_what_cannot_work_is_said_at_once(data: Path, arguments: list[str], mess
     failed = train_step("--model", tiny_dir(), "--data", data, *arguments)
     assert isinstance(failed.exception, ConfigError)
     assert message in str(failed.exception)
+
+
+_DEEP_IN_C = """
+import sys
+from trainer_bridge.grpo import GrpoTrainer
+from gym_capture.cli import main
+
+def step(*_, **__):
+    print("computing", flush=True)
+    sum(range(10**15))  # no signal handler of Python's runs before it ends
+
+GrpoTrainer.step = step
+main(["train-step", *sys.argv[1:]])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_in_the_middle_of_a_pass(tmp_path: Path, data: Path, number: signal.Signals) -> None:
+    out = tmp_path / "trained"
+    words = [sys.executable, "-c", _DEEP_IN_C, "--model", tiny_dir(), "--data", data, "--out", out]
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    with process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "computing\n"
+            os.kill(process.pid, number)
+            assert process.wait(60) == -number
+        finally:
+            process.kill()
+    assert not out.exists()

@@ -28,6 +28,8 @@ TASK: Final = {"role": "user", "content": "--do it"}
 TOO_LONG: Final = (
     "Prompt is too long",
     "API Error: 400 prompt is too long: 70 tokens > 63 maximum",
+    "API Error: Claude's response exceeded the 32000 output token maximum. To configure this behavior, set ...",
+    "Incomplete response returned, reason: max_output_tokens",
     "Codex ran out of room in the model's context window. Start a new thread or clear earlier history before retrying.",
     'unexpected status 400 Bad Request: {"error":{"message":"no","code":"context_length_exceeded"}}',
 )
@@ -93,6 +95,16 @@ def test_claude_code_gets_the_task_and_its_rollout(tmp_path: Path) -> None:
     assert environment["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
     assert environment["API_TIMEOUT_MS"] == environment["CLAUDE_STREAM_IDLE_TIMEOUT_MS"] == "90500"
     assert files == {}
+
+
+def test_an_agent_compacts_only_if_it_is_told_the_context(tmp_path: Path) -> None:
+    _, environment, _, _ = told("claude-code", tmp_path / "told")
+    assert (environment["CLAUDE_CODE_MAX_CONTEXT_TOKENS"], environment["DISABLE_COMPACT"]) == ("1000000", "1")
+    _, environment, _, _ = told("claude-code", tmp_path / "told", max_context_tokens=4096)
+    assert "DISABLE_COMPACT" not in environment
+    for options, window in (({}, 1_000_000_000), ({"max_context_tokens": 4096}, 4096)):
+        _, _, _, files = told("codex", tmp_path / "told", **options)
+        assert tomllib.loads(files[".codex/config.toml"])["model_context_window"] == window
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,15 @@ from typing import Any
 import pytest
 
 from gym_capture.errors import ConfigError
-from gym_capture.rollouts.catalog import ENVIRONMENTS, HARNESSES, environment_factory, harness_factory, task_maker
+from gym_capture.rollouts.catalog import (
+    ENVIRONMENTS,
+    HARNESSES,
+    check_environment,
+    check_harness,
+    environment_factory,
+    harness_factory,
+    task_maker,
+)
 from gym_capture.rollouts.environment import Register, Task
 from gym_capture.rollouts.harness import ToolLoop
 
@@ -39,6 +47,25 @@ class OfTheirType:
 
 def with_an_object(*, held: OfTheirType | None = None, needed: int) -> Own:
     return Own(limit=needed)
+
+
+class Harnessed:
+    """A harness without an end."""
+
+    async def run(self, **_: object) -> None: ...
+
+
+class Unscored:
+    """An environment that somebody forgot to finish."""
+
+    score = None
+
+    async def reset(self, task: Task) -> None: ...
+    async def close(self) -> None: ...
+
+
+def unscored() -> Unscored:
+    return Unscored()
 
 
 @pytest.mark.parametrize("name", sorted(HARNESSES))
@@ -91,6 +118,21 @@ def test_what_is_wrong_is_named_before_anything_runs(name: str, options: Mapping
     with pytest.raises(ConfigError) as raised:
         environment_factory(name)(**options)
     assert said in raised.value.message
+
+
+def test_a_method_that_is_missing_is_named_where_it_can_be_known() -> None:
+    said = r"has no method close: it needs run, close, each `async def`"
+    with pytest.raises(ConfigError, match=f"Harnessed' {said}"):
+        check_harness(f"{__name__}:Harnessed", {})
+    with pytest.raises(ConfigError, match=said):
+        harness_factory(f"{__name__}:Harnessed")
+    said = r"has no method call_tool, score: it needs reset, call_tool, score, close"
+    with pytest.raises(ConfigError, match=f"Unscored' {said}"):
+        check_environment(f"{__name__}:Unscored", {})
+    # What a function makes is known when it has made it.
+    check_environment(f"{__name__}:unscored", {})
+    with pytest.raises(ConfigError, match=f"unscored' makes as an environment {said}"):
+        environment_factory(f"{__name__}:unscored")()
 
 
 def test_options_of_tasks_are_checked_like_those_of_the_environment() -> None:

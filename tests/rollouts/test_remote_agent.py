@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -37,6 +38,19 @@ def without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def play(
+    url: str,
+    *,
+    observation: Observation = HELLO,
+    environment: Any = None,
+    endpoint: Endpoint = ENDPOINT,
+    **options: Any,
+) -> Outcome:
+    """How a rollout goes, but for the response that it ends with."""
+    outcome = await played(url, observation=observation, environment=environment, endpoint=endpoint, **options)
+    return replace(outcome, response=None) if isinstance(outcome, Completed) else outcome
+
+
+async def played(
     url: str,
     *,
     observation: Observation = HELLO,
@@ -326,8 +340,9 @@ def count_sends(monkeypatch: pytest.MonkeyPatch) -> Sends:
     sends, send = Sends(), httpx.AsyncClient.send
 
     async def counted(client: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
-        sends.append(request)
-        await sends.before(request)
+        if request.method == "POST":  # the graph is asked with a GET
+            sends.append(request)
+            await sends.before(request)
         return await send(client, request, **options)
 
     monkeypatch.setattr(httpx.AsyncClient, "send", counted)
@@ -492,6 +507,50 @@ async def test_what_the_service_says_of_its_own_end() -> None:
     for said in ({"status": "incomplete"}, {"incomplete_details": {"reason": "max_output_tokens"}}):
         cut = response(message("So far"), call("c1", "add", "{"), **said)
         assert (await replied(cut))[0] == Completed("So far", n_calls=0)
+
+
+TOO_LONG: Final = "This model's maximum context length is 64 tokens"
+
+
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        web.json_response({"error": {"message": "no", "code": "context_length_exceeded"}}, status=400),
+        web.json_response({"type": "error", "error": {"message": "prompt is too long: 70 > 63"}}, status=400),
+        response(error={"code": "context_length_exceeded", "message": "no"}, status="failed"),
+        response(error={"code": "x", "message": TOO_LONG}, status="failed"),
+    ],
+    ids=["openai", "anthropic", "code", "words"],
+)
+async def test_an_agent_that_hands_on_that_its_conversation_is_too_long_is_truncated(refusal: web.Response) -> None:
+    environment = Register()
+    observation = await environment.reset(TASK)
+    asks = response(message("So far."), call("c1", "add", {"number": 3}))
+    outcome, asked = await replied(asks, refusal, observation=observation, environment=environment)
+    assert isinstance(outcome, Completed)
+    assert (outcome.truncated, outcome.n_calls, len(asked)) == (True, 0, 2)
+
+
+async def test_other_refusals_are_failures_whatever_a_500_says() -> None:
+    for status, code in ((400, "no_such_thing"), (500, "context_length_exceeded")):
+        outcome, _ = await replied(web.json_response({"error": {"code": code}}, status=status))
+        assert isinstance(outcome, Failed)
+
+
+async def test_the_last_reply_is_the_response_of_the_row() -> None:
+    last = response(message("20"), id="resp_own", metadata={"k": "v"})
+    replies = iter((response(call("c1", "add", {"number": 3})), last))
+
+    async def script(asked: Asked) -> web.StreamResponse:
+        return next(replies)
+
+    environment = Register()
+    observation = await environment.reset(TASK)
+    async with agent(script) as served:
+        outcome = await played(served.url, observation=observation, environment=environment)
+    assert isinstance(outcome, Completed)
+    assert outcome.response == json.loads(last.text or "")
+    assert outcome.output == "merged"
 
 
 async def test_an_environment_that_breaks_is_no_failure_of_the_agent() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from typing import Final
+
+import pytest
 
 from gym_capture.build.builder import BuildOptions
 from gym_capture.capture.operations import Clear, Close
@@ -12,8 +16,9 @@ from gym_capture.data.requests import groups_of, read_requests
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, saying
 from gym_capture.models import tiny_dir
-from gym_capture.rollouts.environment import Register, Score
-from gym_capture.rollouts.harness import tool_loop
+from gym_capture.rollouts.environment import Observation, Register, Score
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, tool_loop
+from gym_capture.rollouts.harnesses.command import command
 from gym_capture.rollouts.job import JobOptions, JobSummary
 from gym_capture.rollouts.on_graph import play_on_graph
 from tests.serving.replica import STOP, Replica, listening
@@ -75,3 +80,60 @@ async def test_a_task_that_does_not_fit_is_a_failure_and_not_tried_again(tmp_pat
     (row,) = (await play(replica, tmp_path)).rows
     assert (row.status, row.truncated, row.error, row.failed_call, row.attempt) == ("failed", False, "refused", 1, 1)
     assert row.reward is None
+
+
+CALLER: Final = """
+import json, os, sys, urllib.error, urllib.request
+
+def ask(messages):
+    body = json.dumps({"model": "policy", "messages": messages, "max_tokens": 40}).encode()
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    return json.load(urllib.request.urlopen(urllib.request.Request(url, body, headers)))
+
+start = [{"role": "user", "content": os.environ["GYM_CAPTURE_TASK"]}]
+messages = list(start)
+try:
+    while True:
+        messages.append(ask(messages)["choices"][0]["message"])
+        messages.append({"role": "user", "content": "Go on."})
+except urllib.error.HTTPError:
+    pass
+"""
+"""An agent that goes on until it is refused."""
+
+
+async def played(program: str, *, task: str = "Count.", max_model_len: int = 200, **options: float) -> Outcome:
+    replica = replica_of(max_model_len)
+    async with listening(replica.app) as client:
+        return await command(command=[sys.executable, "-c", program], **options).run(  # type: ignore[arg-type]
+            endpoint=Endpoint(str(client.base_url.join("/ng-rollout/r1/v1"))),
+            observation=Observation(({"role": "user", "content": task},)),
+            environment=Register(),
+        )
+
+
+@pytest.mark.parametrize(
+    ("end", "answer"), [("sys.exit(3)", ""), ("print('so far')", "so far"), ("os.kill(os.getpid(), 9)", "")]
+)
+async def test_a_program_is_truncated_whatever_it_makes_of_a_refusal(end: str, answer: str) -> None:
+    outcome = await played(CALLER + end)
+    assert isinstance(outcome, Completed), outcome
+    assert (outcome.answer, outcome.truncated) == (answer, True)
+    assert outcome.failed_call is not None
+    assert outcome.failed_call > 2
+
+
+async def test_a_program_that_begins_a_shorter_conversation_and_ends_is_not_truncated() -> None:
+    assert await played(f"{CALLER}ask(start)\nprint('done')") == Completed("done", n_calls=0)
+    outcome = await played(f"{CALLER}ask(start)\nsys.exit(3)")
+    assert isinstance(outcome, Failed)
+    assert outcome.reason == "command_failed"
+
+
+@pytest.mark.parametrize("task", ["word " * 300, "word " * 100_000])
+async def test_a_program_whose_task_does_not_fit_is_refused_and_not_tried_again(task: str) -> None:
+    program = CALLER.replace('os.environ["GYM_CAPTURE_TASK"]', 'open(os.environ["GYM_CAPTURE_TASK_FILE"]).read()')
+    outcome = await played(program, task=task)
+    assert isinstance(outcome, Failed)
+    assert (outcome.reason, outcome.retryable, outcome.failed_call) == ("refused", False, 1)

@@ -26,6 +26,7 @@ from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
+from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.template import ChatTemplate
 from gym_capture.stores.memory import MemoryStore
@@ -57,6 +58,7 @@ class LocalState:
     def __init__(self) -> None:
         self.store = MemoryStore()
         self._lineage = LineageIndex()
+        self._outgrown = Outgrown()
         self.gate = asyncio.Event()
         """Puts wait for it."""
         self.gate.set()
@@ -85,6 +87,7 @@ class LocalState:
         if isinstance(operation, Commit):
             epoch = await self.store.write(replace(operation, entry=suffix_of(operation.entry)))
             assert self._lineage.add(operation.entry) == ()
+            self._outgrown.forget(operation.rollout_id)
             return epoch
         epoch = await self.store.write(operation)
         if isinstance(operation, MarkDelivery):
@@ -105,6 +108,14 @@ class LocalState:
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return self._lineage.resolve(rollout_id, turn_keys)
+
+    async def too_long(self, rollout_id: str) -> None:
+        if self.mark_fails is not None:
+            raise self.mark_fails
+        self._outgrown.refused(rollout_id)
+
+    async def is_outgrown(self, rollout_id: str) -> bool:
+        return rollout_id in self._outgrown
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         return await self.store.freeze(rollout_id)

@@ -16,6 +16,7 @@ from gym_capture.capture.protocols import LineageStore, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
+from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.state import StateClient
 from gym_capture.serving.state_messages import BeginCall, Request
 from gym_capture.stores.log import LogStore
@@ -48,6 +49,27 @@ async def test_resolving_leaves_no_trace(tmp_path: Path) -> None:
     after = await state.freeze("r1")
     assert (after.snapshot_id, after.version, after.incomplete) == (before.snapshot_id, before.version, ())
     assert await state.rollout_ids() == ["r1"]
+
+
+async def test_a_rollout_is_outgrown_as_long_as_a_refusal_is_the_last_of_its_calls(tmp_path: Path) -> None:
+    state = client(tmp_path)
+    epoch = await state.write(Begin(intent("a")))
+    assert not await state.is_outgrown("r1")
+    await state.too_long("r1")
+    assert await state.is_outgrown("r1")
+    assert not await state.is_outgrown("r2")
+    await state.write(Commit(call("a", [1, 2], [3], parent=Root(), turn_key="k1"), epoch=epoch))
+    assert not await state.is_outgrown("r1")
+    await state.too_long("r1")
+    await state.write(Close("r1"))
+    assert not await state.is_outgrown("r1")
+
+
+def test_what_is_known_of_outgrown_rollouts_is_bounded() -> None:
+    outgrown = Outgrown(most=2)
+    for rollout_id in ("a", "b", "a", "c"):
+        outgrown.refused(rollout_id)
+    assert [rollout_id in outgrown for rollout_id in "abc"] == [True, False, True]
 
 
 async def test_a_turn_with_its_stop_string_and_a_rewritten_one_are_known_across_the_actor(tmp_path: Path) -> None:

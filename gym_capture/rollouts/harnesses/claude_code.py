@@ -2,7 +2,8 @@
 
 Invariant: it talks to the rollout's URL alone - telemetry, updates and what else it fetches are off - and finds nothing
 of its user's settings. An error that it met at the server is the failure that it would be for any other harness; an end
-by its limit of turns, or by that of the context, is an end. `docs/clients.md` says what the variables are for.
+by its limit of turns, or by that of the context, is an end. It rewrites its conversation to make room only if it is
+told the policy's context. `docs/clients.md` says what the variables are for.
 
 Tried with 2.1.197. Its result is one JSON object: `subtype` and `result`, or `is_error` with `api_error_status`.
 """
@@ -20,6 +21,8 @@ from gym_capture.rollouts.harnesses.command import CommandHarness, Invocation, P
 from gym_capture.rollouts.supervised import Bounds, Ended
 
 HINT: Final = "npm install -g @anthropic-ai/claude-code"
+_UNLIMITED: Final = 1_000_000
+"""Tokens of a context that no conversation fills before the policy's."""
 SETTINGS: Final[Mapping[str, str]] = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_TELEMETRY": "1",
@@ -36,7 +39,7 @@ def claude_code(
     system_prompt: str | None = None,
     skip_permissions: bool = True,
     max_turns: int = 50,
-    max_context_tokens: int = 32_768,
+    max_context_tokens: int | None = None,
     max_retries: int = 10,
     call_timeout_s: float = 3600.0,
     arguments: list[str] | None = None,
@@ -46,8 +49,10 @@ def claude_code(
     """Claude Code with the `tools` that are named, Bash alone by default.
 
     `system_prompt` stands in place of its own, which has some 20,000 tokens with all tools. Without `skip_permissions`
-    it refuses what it would ask a person about. `max_turns` bounds the model calls of a rollout, `max_retries` what it
-    does about a server that is busy, `call_timeout_s` how long it waits for a server that is silent (300 s at least).
+    it refuses what it would ask a person about. With `max_context_tokens` it compacts its conversation before it has so
+    many; without, one that outgrows the context ends there. `max_turns` bounds the model calls of a rollout,
+    `max_retries` what it does about a server that is busy, `call_timeout_s` how long it waits for a server that is
+    silent (300 s at least).
     `arguments` go to its command line, `environment` to its environment.
     """
     command = installed(words(program), hint=HINT)
@@ -64,13 +69,20 @@ def claude_code(
         bounds=Bounds(timeout_s=timeout_s, stdout_bytes=16 << 20),
         environment={
             **SETTINGS,
-            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(max_context_tokens),
+            **_context(max_context_tokens),
             "CLAUDE_CODE_MAX_RETRIES": str(max_retries),
             "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(round(call_timeout_s * 1000)),
             "API_TIMEOUT_MS": str(round(call_timeout_s * 1000)),
             **(environment or {}),
         },
     )
+
+
+def _context(tokens: int | None) -> dict[str, str]:
+    if tokens is not None:
+        return {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(tokens)}
+    # It would not even send what it thinks is too long: that is for the graph to say.
+    return {"CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(_UNLIMITED), "DISABLE_COMPACT": "1"}
 
 
 @dataclass(frozen=True)

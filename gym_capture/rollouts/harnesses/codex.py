@@ -21,6 +21,8 @@ from gym_capture.rollouts.supervised import Bounds, Ended
 
 HINT: Final = "npm install -g @openai/codex"
 _LONGEST_ANSWER: Final = 1 << 20
+_UNLIMITED: Final = 1_000_000_000
+"""Tokens of a context that no conversation fills before the policy's."""
 CONFIG: Final = """\
 model = {model}
 model_provider = "graph"
@@ -45,7 +47,7 @@ def codex(
     *,
     program: str | list[str] = "codex",
     model: str = "policy",
-    max_context_tokens: int = 32_768,
+    max_context_tokens: int | None = None,
     max_retries: int = 4,
     call_timeout_s: float = 3600.0,
     arguments: list[str] | None = None,
@@ -54,6 +56,9 @@ def codex(
 ) -> CommandHarness:
     """Codex with its own prompt and tools, some 9,000 tokens.
 
+    With `max_context_tokens` it compacts its conversation when it nears so many, again and again if need be; without,
+    one that outgrows the context ends there.
+
     `max_retries` is what it does about a server that is busy, or a stream that breaks, `call_timeout_s` how long it
     waits for a server that is silent. `arguments` go to its command line, `environment` to its environment.
     """
@@ -61,7 +66,7 @@ def codex(
     return CommandHarness(
         _Codex(
             command=command,
-            max_context_tokens=max_context_tokens,
+            max_context_tokens=_UNLIMITED if max_context_tokens is None else max_context_tokens,
             max_retries=max_retries,
             call_timeout_s=call_timeout_s,
             arguments=tuple(arguments or ()),

@@ -6,7 +6,8 @@ folders are gone (the work folder stays if the environment gave it: it is scored
 does not end is a `Failed` with what it wrote last, never an empty answer.
 
 Flow: folders -> the `Program` says what to run -> `run_supervised` -> the `Program` reads the outcome from what was
-written. Claude Code, Codex and others are such programs; `command` makes one of a command line.
+written -> the graph says whether its last call was too long (`outgrown`). Claude Code, Codex and others are such
+programs; `command` makes one of a command line.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
 from gym_capture.rollouts.folders import read_below, remove, write_below
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
+from gym_capture.rollouts.outgrown import OutgrownContext
 from gym_capture.rollouts.supervised import Bounds, Ended, passed_on, run_supervised
 
 _LONGEST_DETAIL: Final = 500
@@ -121,6 +123,7 @@ class CommandHarness:
         self._model = model
         self._bounds = bounds
         self._environment = environment
+        self._context = OutgrownContext()
 
     async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
         if observation.tools:
@@ -169,13 +172,17 @@ class CommandHarness:
             stdin=stdin,
             bounds=self._bounds,
         )
+        if ended.error or ended.left:
+            return _failed(AttemptFailure.COMMAND_FAILED, ended.error or "some of it could not be killed", ended)
+        return await self._context.settle(self._outcome(ended, play), play.endpoint)
+
+    def _outcome(self, ended: Ended, play: Play) -> Outcome:
+        """By the program's own account."""
         if ended.timed_out:
             return _failed(AttemptFailure.COMMAND_TIMEOUT, f"it ran for {self._bounds.timeout_s:g} s", ended)
         if ended.too_much:
             said = f"it wrote more than {self._bounds.stdout_bytes} bytes to its standard output"
             return _failed(AttemptFailure.COMMAND_FAILED, said, ended)
-        if ended.error or ended.left:
-            return _failed(AttemptFailure.COMMAND_FAILED, ended.error or "some of it could not be killed", ended)
         return self._program.outcome(ended, play)
 
     def _told(self, play: Play) -> dict[str, str]:

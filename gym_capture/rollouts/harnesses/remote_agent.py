@@ -7,14 +7,14 @@ cookies stays in its rollout. Every wait, and every reply, has a limit.
 
 Flow: the conversation so far is posted -> the items of the reply are appended as they came -> calls that no item of
 the reply answers are carried out in the environment, one after the other, and their outputs appended -> posted again
-... -> a message without such calls is the answer.
+... -> a message without such calls is the answer, and so is what was said when the conversation outgrew the context.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,7 +23,7 @@ import httpx
 from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
-from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, carry_out
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, carry_out, says_too_long
 from gym_capture.rollouts.harnesses.responses_items import (
     AgentReply,
     CustomCall,
@@ -35,6 +35,7 @@ from gym_capture.rollouts.harnesses.responses_items import (
     output_of,
     read_reply,
 )
+from gym_capture.rollouts.outgrown import OutgrownContext
 
 BASE_URL_HEADER: Final = "X-Gym-Capture-Base-Url"
 API_KEY_HEADER: Final = "X-Gym-Capture-Api-Key"
@@ -45,6 +46,7 @@ _PATH: Final = "/v1/responses"
 _CONNECTION_ATTEMPTS: Final = 3
 _RECONNECT_WAIT_S: Final = 0.5
 _SHOWN_BYTES: Final = 500
+_ERROR_BYTES: Final = 16 << 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +78,10 @@ class RemoteAgentOptions:
                 raise ConfigError(f"{name} must be more than 0: got {value}")
 
 
+class TooLong:
+    """The service hands on that the graph refused its call: the conversation has outgrown the context."""
+
+
 class RemoteAgent:
     """The service. One object for all rollouts; each has connections and cookies of its own."""
 
@@ -83,8 +89,14 @@ class RemoteAgent:
         self._options = options
         self._url = f"{options.url.rstrip('/')}{_PATH}"
         self._tls = httpx.create_ssl_context()  # which takes time to make, and is the same for all
+        self._context = OutgrownContext()
 
     async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
+        outcome = await self._play(endpoint, observation, environment)
+        return await self._context.settle(outcome, endpoint)
+
+    async def _play(self, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
+        """By the service's own account."""
         if observation.work_folder is not None:
             raise ConfigError("the environment has a work folder, which a remote agent cannot reach")
         request: dict[str, Any] = {"model": self._options.model, "input": []}
@@ -92,6 +104,7 @@ class RemoteAgent:
             request["tools"] = offered_tools(observation)
         conversation: list[Item] = opening_items(observation)
         call_ids = frozenset(item["call_id"] for item in conversation if item["type"] == "function_call")
+        reply: AgentReply | None = None
         async with self._client(endpoint) as client:
             for turn in range(1, self._options.max_turns + 1):
                 where = f"turn {turn}, POST {self._url}"
@@ -99,6 +112,8 @@ class RemoteAgent:
                 found = await self._ask(client, body, where)
                 if isinstance(found, Failed):
                     return found
+                if isinstance(found, TooLong):
+                    return _completed(reply, truncated=True)
                 try:
                     reply = read_reply(found, earlier=call_ids)
                 except ReplyError as error:
@@ -113,7 +128,7 @@ class RemoteAgent:
                 if turn < self._options.max_turns:
                     for call in reply.pending:
                         conversation.append(output_of(call, await _answer_to(call, environment)))
-        return Completed("", n_calls=0)
+        return replace(_completed(reply), answer="")
 
     async def close(self) -> None:
         """Nothing is shared."""
@@ -142,7 +157,7 @@ class RemoteAgent:
             limits=httpx.Limits(max_keepalive_connections=0),
         )
 
-    async def _ask(self, client: httpx.AsyncClient, body: bytes, where: str) -> bytes | Failed:
+    async def _ask(self, client: httpx.AsyncClient, body: bytes, where: str) -> bytes | TooLong | Failed:
         """The bytes of one reply."""
         limit_s = self._options.call_timeout_s
         try:
@@ -170,13 +185,15 @@ class RemoteAgent:
                 await asyncio.sleep(_RECONNECT_WAIT_S)
         return await client.send(client.build_request("POST", self._url, content=body), stream=True)
 
-    async def _read(self, response: httpx.Response, where: str) -> bytes | Failed:
+    async def _read(self, response: httpx.Response, where: str) -> bytes | TooLong | Failed:
         body, limit = bytearray(), self._options.max_reply_bytes
         async for piece in response.aiter_raw():
             body += piece
-            if len(body) > (limit if response.status_code == 200 else _SHOWN_BYTES):
+            if len(body) > (limit if response.status_code == 200 else _ERROR_BYTES):
                 break
         status = response.status_code
+        if status == 400 and says_too_long(body.decode(errors="replace")):
+            return TooLong()
         if status != 200:
             said = f"{where}: HTTP {status}{_redirected(response)}: {body[:_SHOWN_BYTES].decode(errors='replace')}"
             if status >= 500 or status in (408, 409, 429):
@@ -222,15 +239,24 @@ def remote_agent(
 
 def _ended(reply: AgentReply, where: str) -> Outcome | None:
     """The end that a reply makes of the attempt; None: it goes on."""
+    if reply.failure is not None and says_too_long(reply.failure):
+        return _completed(reply, truncated=True)
     if reply.failure is not None:
         return Failed(AttemptFailure.AGENT_FAILED, f"{where}: {reply.failure}")
     if reply.is_cut:  # the policy's own limit, as with any agent: what it has said by then is its answer
-        return Completed(reply.answer or "", n_calls=0)
+        return _completed(reply)
     if not reply.output:
         return Failed(AttemptFailure.NO_ANSWER, f"{where}: the output is empty")
     if reply.answer is not None and not reply.pending:
-        return Completed(reply.answer, n_calls=0)
+        return _completed(reply)
     return None
+
+
+def _completed(reply: AgentReply | None, *, truncated: bool = False) -> Completed:
+    """The end of an agent that has replied this last, if it did; its row has that in place of a response of ours."""
+    if reply is None:
+        return Completed("", n_calls=0, truncated=truncated)
+    return Completed(reply.answer or "", n_calls=0, truncated=truncated, response=reply.response)
 
 
 async def _answer_to(call: FunctionCall | CustomCall, environment: Environment) -> str:

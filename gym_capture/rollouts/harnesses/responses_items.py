@@ -173,6 +173,8 @@ class _Response(BaseModel):
 class AgentReply:
     """One reply of the service."""
 
+    response: Mapping[str, Any]
+    """The whole reply as it came."""
     output: Sequence[Item]
     """Every item as it came."""
     pending: Sequence[FunctionCall | CustomCall]
@@ -189,7 +191,8 @@ class AgentReply:
 
 def read_reply(body: bytes, *, earlier: frozenset[str]) -> AgentReply:
     """Reads a reply in a conversation that has calls with the ids `earlier`. Raises `ReplyError`."""
-    response = _validated(TypeAdapter(_Response), _parsed(body), "")
+    parsed = _parsed(body)
+    response = _validated(TypeAdapter(_Response), parsed, "")
     calls: dict[str, FunctionCall | CustomCall] = {}
     answered: set[str] = set()
     answer = None
@@ -210,6 +213,7 @@ def read_reply(body: bytes, *, earlier: frozenset[str]) -> AgentReply:
     if strays := answered - calls.keys():
         raise ReplyError(f"output: it answers {_shown(min(strays))}, and does not have that call")
     return AgentReply(
+        response=parsed,
         output=response.output,
         pending=[call for call_id, call in calls.items() if call_id not in answered],
         call_ids=frozenset(calls),
@@ -221,7 +225,9 @@ def read_reply(body: bytes, *, earlier: frozenset[str]) -> AgentReply:
 
 def _failure(response: _Response) -> str | None:
     if response.error is not None:
-        return f"error: {_shown(response.error.get('message', response.error))}"
+        code = response.error.get("code")
+        named = f"error {code:.40}" if isinstance(code, str) else "error"
+        return f"{named}: {_shown(response.error.get('message', response.error))}"
     return f"status {response.status}" if response.status in ("failed", "cancelled") else None
 
 
