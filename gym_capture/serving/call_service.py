@@ -24,6 +24,7 @@ from gym_capture.capture.records import (
     Root,
     Snapshot,
 )
+from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall
 from gym_capture.conversation import AssistantTurn
 from gym_capture.dialects import fields
@@ -79,6 +80,7 @@ class CallState(Protocol):
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution: ...
     async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def status(self, rollout_id: str) -> RolloutStatus: ...
     async def write(self, operation: Operation) -> int: ...
     async def stats(self) -> ShardStats: ...
 
@@ -242,6 +244,14 @@ class CallService:
         if snapshot is None or snapshot.version == 0:
             raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
         return snapshot
+
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        """How a rollout stands, without its records. Raises as `snapshot`."""
+        check_rollout_id(rollout_id)
+        status = None if self._state is None else await self._state.status(rollout_id)
+        if status is None or status.snapshot.version == 0:
+            raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
+        return status
 
     async def write(self, operation: Operation) -> None:
         """Makes durable what is said of a rollout. Raises as a store; `UnknownRolloutError` where nothing is kept."""

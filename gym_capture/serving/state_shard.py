@@ -47,9 +47,19 @@ from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
 from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
 from gym_capture.serving.mirror import mirror_of
-from gym_capture.serving.state_messages import BeginCall, Begun, CommitBytes, Request, Resolve, is_commit, unpacked
+from gym_capture.serving.state_messages import (
+    BeginCall,
+    Begun,
+    CommitBytes,
+    ReadCounts,
+    ReadStatus,
+    Request,
+    Resolve,
+    is_commit,
+    unpacked,
+)
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, counts_of, standings_of, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -263,6 +273,11 @@ class _Hosted:
                 self.idle.read(rollout_id)
                 resolution, _ = await self.lineage.resolve(rollout_id, turn_keys)
                 return resolution
+            case ReadCounts(rollout_ids):
+                return await counts_of(self.store, rollout_ids)
+            case ReadStatus(rollout_id):
+                self.idle.read(rollout_id)
+                return await status_of(self.store, rollout_id)
             case Begin(intent):
                 return (await self.begin(BeginCall(intent))).epoch
             case Commit() | tuple():
@@ -309,6 +324,7 @@ class _Hosted:
                 self.forget(rollout_id)
             case Register(rollout_id) | Complete(rollout_id):
                 self.idle.wrote(rollout_id)
+                self.tally.counts["registrations" if isinstance(operation, Register) else "completions"] += 1
         return epoch
 
     async def commit_all(self, sent: Sequence[CommitBytes]) -> list[object]:
