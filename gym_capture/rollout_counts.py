@@ -25,9 +25,9 @@ class RolloutCounts(NamedTuple):
     calls: int = 0
     """Recorded ones."""
     generated_tokens: int = 0
-    links_eligible: int = 0
+    eligible_links: int = 0
     """Calls whose parent was proven when they began."""
-    links_supplied: int = 0
+    contiguous_links: int = 0
     """Those of them that are contiguous: their prompt starts with their parent's ids."""
     flaws: int = 0
     """What its capture is known to lack, and records that are at fault: with any, a build masks the rollout."""
@@ -37,8 +37,8 @@ class RolloutCounts(NamedTuple):
         return self._replace(
             calls=self.calls + 1,
             generated_tokens=self.generated_tokens + call.generated_tokens,
-            links_eligible=self.links_eligible + call.is_eligible,
-            links_supplied=self.links_supplied + call.is_supplied,
+            eligible_links=self.eligible_links + call.is_eligible,
+            contiguous_links=self.contiguous_links + call.is_supplied,
         )
 
 

@@ -85,6 +85,9 @@ def row(
         made["instance_config"] = {"mask_sample": bool(reasons)}
     elif exchange.response is not None:
         made["response"] = {**exchange.response, "output": record["response"]["output"]}
+    else:
+        # The records of a build say nothing of time; the job knows when its rollout was over.
+        made["response"] = {**record["response"], "created_at": int(outcome.started_at + outcome.wall_s)}
     made[CAPTURE_KEY] = capture
     return made
 

@@ -41,11 +41,12 @@ from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.snapshot_codec import decode_stored, encode_snapshot
 from gym_capture.capture.suffixes import StoredRollout, stored_form
+from gym_capture.cluster.metrics import PUBLISH_EVERY_S
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage.cache import LineageCache
 from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
-from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
+from gym_capture.serving.metrics import ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.state_messages import (
     BeginCall,

@@ -322,8 +322,8 @@ class StoreMachine(RuleBasedStateMachine):
             assert status.counts == RolloutCounts(
                 calls=len(recorded),
                 generated_tokens=sum(call.generated_tokens for call in recorded),
-                links_eligible=sum(call.is_eligible for call in recorded),
-                links_supplied=sum(call.is_supplied for call in recorded),
+                eligible_links=sum(call.is_eligible for call in recorded),
+                contiguous_links=sum(call.is_supplied for call in recorded),
                 flaws=len(attempt.marks) + len(attempt.conflicts),
             )
             assert self.run(counts_of(self.store, [rollout_id])) == [status.counts]

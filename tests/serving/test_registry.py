@@ -54,7 +54,7 @@ async def test_a_rollout_from_its_registration_to_its_outcome(template: HfChatTe
         "token": None,
         "base_urls": {"chat_completions": f"{base}/v1", "responses": f"{base}/v1", "messages": base},
     }
-    links = {"links_eligible": 0, "links_supplied": 0}
+    links = {"eligible_links": 0, "contiguous_links": 0}
     nothing = {"calls": 0, "generated_tokens": 0, **links, "calls_under_way": 0}
     nothing |= {"incomplete": [], "problems": [], "outcome": None}
     assert await look(replica) == {**REGISTRATION, "state": "open", **nothing}
