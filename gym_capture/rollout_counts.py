@@ -34,11 +34,15 @@ class RolloutCounts(NamedTuple):
 
     def plus(self, call: CallCounts) -> RolloutCounts:
         """With one more call."""
-        return self._replace(
-            calls=self.calls + 1,
-            generated_tokens=self.generated_tokens + call.generated_tokens,
-            eligible_links=self.eligible_links + call.is_eligible,
-            contiguous_links=self.contiguous_links + call.is_supplied,
+        calls, generated_tokens, eligible_links, contiguous_links, flaws = self
+        generated, is_eligible, is_supplied = call
+        # By place: each put does this, and `_replace` takes four times as long.
+        return RolloutCounts(
+            calls + 1,
+            generated_tokens + generated,
+            eligible_links + is_eligible,
+            contiguous_links + is_supplied,
+            flaws,
         )
 
 
