@@ -40,6 +40,7 @@ OTHER_WORDS = {
     ("failed", "gym_capture/data/requests.py"): "a rollout's status",
     ("failed", "gym_capture/rollouts/job.py"): "a rollout's status",
     ("failed", "gym_capture/rollouts/ledger.py"): "a rollout's status",
+    ("failed", "gym_capture/rollouts/metrics.py"): "a rollout's status",
     ("failed", "gym_capture/commands/rollouts.py"): "a rollout's status",
     ("failed", "gym_capture/dialects/responses_output.py"): "a response's status",
     ("failed", "gym_capture/dialects/responses_stream.py"): "a response's status",

@@ -288,7 +288,7 @@ def _object_of(rollout_id: str, event: Event, encoded: bytes) -> tuple[_Name, by
     match event:
         case Begun(epoch, intent):
             return _Name.of(rollout_id, epoch, "intent", intent.model_call_id), encoded
-        case Committed(epoch, call_id, _):
+        case Committed(epoch, call_id):
             return _Name.of(rollout_id, epoch, "entry", call_id), encoded
         case ProblemFound(_, problem):
             kind, values = "problem", [problem.reason, problem.call_id, problem.field, problem.detail]
@@ -307,7 +307,7 @@ def _event_of(name: _Name, payload: bytes) -> Event | None:
                 return Begun(name.epoch, decode_intent(payload))
             case "entry":
                 key = peek_entry(payload)
-                return Committed(name.epoch, key.call_id, key.payload_digest)
+                return Committed(name.epoch, key.call_id, key.payload_digest, key.counts)
             case "problem":
                 reason, call_id, field, detail = json.loads(payload)
                 return ProblemFound(

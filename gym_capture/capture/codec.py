@@ -57,6 +57,7 @@ from gym_capture.capture.records import (
 from gym_capture.capture.suffixes import StoredRecord, prompt_part, suffix_part
 from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersionError
 from gym_capture.reasons import ProblemReason
+from gym_capture.rollout_counts import CallCounts
 
 CODEC_VERSION: Final = 1
 
@@ -107,6 +108,7 @@ class EntryKey(NamedTuple):
     call_id: str
     payload_digest: bytes
     """Equal for equal content, `created_at` aside: tells a retried put from a conflicting one."""
+    counts: CallCounts
 
 
 # --- entries -----------------------------------------------------------------------------------------------------
@@ -164,7 +166,15 @@ def peek_entry(data: bytes) -> EntryKey:
     rollout_id, call_id = header.get("rollout_id"), header.get("model_call_id")
     if not isinstance(rollout_id, str) or not isinstance(call_id, str):
         raise RecordError("the header of an encoded entry must name its rollout and its call", field="header")
-    return EntryKey(rollout_id, call_id, digest)
+    return EntryKey(rollout_id, call_id, digest, _peek_counts(header))
+
+
+def _peek_counts(header: Mapping[str, Any]) -> CallCounts:
+    try:
+        (generated,) = (shape[0] for name, _, shape in header["arrays"] if name == "generation_token_ids")
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise RecordError("the header of an encoded entry must list its arrays", field="header") from error
+    return CallCounts(generated, header.get("prefix_requested", False), header.get("prefix_supplied", False))
 
 
 def payload_digest(encoded_entry: bytes) -> bytes:

@@ -41,7 +41,7 @@ from gym_capture.capture.operations import (
     Register,
 )
 from gym_capture.capture.outcomes import Outcome, Registration
-from gym_capture.capture.records import CallIntent, RecordProblem, Snapshot, delivered_by
+from gym_capture.capture.records import CallIntent, CallRecord, RecordProblem, Snapshot, delivered_by
 from gym_capture.errors import (
     CompletedRolloutError,
     ConflictingCallError,
@@ -52,6 +52,7 @@ from gym_capture.errors import (
     UnknownRolloutError,
 )
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
+from gym_capture.rollout_counts import CallCounts, RolloutCounts
 
 # --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
 #
@@ -85,6 +86,7 @@ class Committed:
     epoch: int
     call_id: str
     payload_digest: bytes
+    counts: CallCounts
 
     @property
     def key(self) -> str:
@@ -237,6 +239,14 @@ class Retirement(NamedTuple):
     keeps_records: bool
 
 
+class RolloutStatus(NamedTuple):
+    """A rollout as it stands, without its records."""
+
+    snapshot: Snapshot
+    """Without entries."""
+    counts: RolloutCounts
+
+
 class Frozen(NamedTuple):
     """A rollout at one version, beside its entries."""
 
@@ -260,6 +270,8 @@ class RolloutState:
     """By kind and key, the value. A kind is there only if there is a fact of it."""
     retired: Retired | None = None
     """How the epoch before this one ended, if this store still knows."""
+    _recorded: RolloutCounts = field(default_factory=RolloutCounts)
+    """Of the facts that are `Committed`: kept up as they are added, since it is asked for while a job plays."""
 
     def of(self, kind: str) -> Mapping[Any, bytes]:
         """The facts of one kind."""
@@ -313,7 +325,8 @@ class RolloutState:
             case _ if operation.epoch != self.epoch:
                 return self._refused(operation.call_id)
             case Commit():
-                return self._commit(Committed(self.epoch, operation.call_id, payload_digest))
+                counts = call_counts(operation.entry)
+                return self._commit(Committed(self.epoch, operation.call_id, payload_digest, counts))
             case Abandon(_, call_id):
                 return self._new(Abandoned(self.epoch, call_id))
             case MarkIncomplete(_, reason):
@@ -406,14 +419,22 @@ class RolloutState:
             self.epoch = event.epoch
             self.retired = None
             self.facts.clear()
+            self._recorded = RolloutCounts()
         if self.knows(event):
             return
         if isinstance(event, Retired):
             self.retired = event
         else:
             self.facts.setdefault(event.kind, {})[event.key] = event.value
+            if isinstance(event, Committed):
+                self._recorded = self._recorded.plus(event.counts)
 
     # reading
+
+    @property
+    def counts(self) -> RolloutCounts:
+        """In the same time however many calls there are."""
+        return self._recorded._replace(flaws=len(self.of(MarkedIncomplete.kind)) + len(self.of(ProblemFound.kind)))
 
     def freeze(self) -> Frozen:
         """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
@@ -470,6 +491,11 @@ def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:
         rollout_id=rollout_id,
         call_id=call_id,
     )
+
+
+def call_counts(record: CallRecord) -> CallCounts:
+    """What a record adds to its rollout's counts."""
+    return CallCounts(record.generation_token_ids.size, record.prefix.requested, record.prefix.supplied)
 
 
 def _feed(hasher: hashlib.blake2b, *parts: str) -> None:

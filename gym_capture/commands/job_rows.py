@@ -33,6 +33,7 @@ from gym_capture.rollouts.exchanges import Exchanges
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.jobfile import JobFile
 from gym_capture.rollouts.ledger import RolloutRow
+from gym_capture.rollouts.progress import JobProgress
 from gym_capture.rollouts.rows import Exchange, row
 from trainer_bridge.finished import COLUMNS, read_finished
 from trainer_bridge.nemo_rl import contiguity_walk, project_group
@@ -48,6 +49,7 @@ async def build_while_playing(
     exchanges: Exchanges,
     out: str,
     console: Console,
+    progress: JobProgress,
 ) -> StreamReport:
     """Plays by `play`, which is given what to tell of each rollout that is over. Raises what `write_groups` raises."""
     agent_name = job.harness.name
@@ -62,6 +64,15 @@ async def build_while_playing(
 
         await play(over)
 
+    def built(group: WrittenGroup) -> None:
+        rows.written(group)
+        progress.built(
+            rollouts=len(group.summaries),
+            masked=[summary.rollout_id for summary in group.summaries if summary.masked],
+            trajectories=sum(summary.trajectories for summary in group.summaries),
+        )
+
+    progress.builds()
     async with rows.writing():
         return await write_groups(
             telling,
@@ -69,8 +80,8 @@ async def build_while_playing(
             out=out,
             group_size=options.samples,
             job={"job_id": options.job_id, "samples": options.samples},
-            on_written=rows.written,
-            on_kept=rows.written,
+            on_written=built,
+            on_kept=built,
             on_left=warn_of_left(console, out),
         )
 

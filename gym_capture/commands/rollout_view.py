@@ -128,7 +128,9 @@ def _counts(now: Snapshot) -> Text:
     if now.running:
         text.append(f", {now.running} running")
     if now.failed:
-        text.append(f", {now.failed} failed (masked)", style="red")
+        text.append(f", {now.failed} failed" + (" (masked)" if now.masked == now.failed else ""), style="red")
+    if now.masked > now.failed:
+        text.append(f", {now.masked} masked", style="red")
     if now.mean_reward is not None:
         text.append(f", mean reward {now.mean_reward:.3f}")
     return text
@@ -148,7 +150,14 @@ def _parts(now: Snapshot) -> list[str]:
 
 
 def _rates(now: Snapshot) -> list[str]:
-    parts = [f"{now.calls_per_s:.1f} calls/s", clock(now.elapsed_s)]
+    parts = [f"{now.calls_per_s:.1f} calls/s"]
+    if now.generated_tokens:
+        parts.append(f"{now.tokens_per_s:.0f} tokens/s")
+    if now.eligible_links:
+        parts.append(f"{now.contiguous_links}/{now.eligible_links} links contiguous")
+    if now.built is not None:
+        parts.append(f"{now.built.groups} group{'' if now.built.groups == 1 else 's'} built")
+    parts.append(clock(now.elapsed_s))
     if now.eta_s is not None and now.done < now.total:
         parts.append(f"{clock(now.eta_s)} to go")
     return parts

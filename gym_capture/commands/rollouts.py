@@ -10,6 +10,7 @@ Started again with the same job it plays only what has no line yet.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import uuid
@@ -27,7 +28,7 @@ from gym_capture.auth import Keyring
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
 from gym_capture.commands.submitted import logs, status, stop, submit
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, StoreError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import look, read_job
 
@@ -35,18 +36,21 @@ if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
     from gym_capture.data.group_files import StreamReport
     from gym_capture.data.sources import SourceSpec
+    from gym_capture.rollout_counts import RolloutCounts
     from gym_capture.rollouts.attempt import Outcome
     from gym_capture.rollouts.environment import Task
     from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.jobfile import JobFile
     from gym_capture.rollouts.ledger import RolloutRow
-    from gym_capture.rollouts.progress import JobProgress
+    from gym_capture.rollouts.progress import Counting, JobProgress
 
 app = typer.Typer(no_args_is_help=True)
 for command in (submit, status, logs, stop):
     app.command()(command)
 
 _ANSWERS_WITHIN_S: Final = 10.0
+_COUNTED_WITHIN_S: Final = 5.0
+"""A rollout that is over waits no longer for what is recorded of it."""
 _SHOWN_IDS: Final = 3
 _RANDOM_PART: Final = "XXXXXXXX"
 _INTERRUPTED: Final = 130
@@ -194,6 +198,7 @@ async def _play(
     from gym_capture.rollouts.jobfile import prepare, tasks_of
     from gym_capture.rollouts.on_graph import endpoints, play_on_graph
     from gym_capture.rollouts.on_ray import on_ray
+    from gym_capture.rollouts.progress import looking
     from gym_capture.rollouts.rows import exchange_of
 
     endpoint = job.endpoint
@@ -203,6 +208,7 @@ async def _play(
     tasks = await tasks_of(job) if prepared is None else prepared.tasks
     check_server(endpoint.url)
     clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
+    counting, metrics = _recorded(endpoint.namespace, options.job_id)
     summaries: list[JobSummary] = []
 
     def note(text: str) -> None:
@@ -228,6 +234,7 @@ async def _play(
                 on_row=on_over,
                 on_kept=on_over,
                 keep=keep,
+                counting=counting,
                 progress=progress,
                 keyring=keyring,
             )
@@ -243,11 +250,12 @@ async def _play(
                     settings=job.settings,
                     directory=job.out,
                     keep=keep,
+                    counting=counting,
                 )
                 summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
 
         play = play_here if on is On.HERE else play_on_ray
-        async with watching(progress, view):
+        async with looking(progress, counting), watching(progress, metrics), watching(progress, view):
             if build_out is None:
                 await play(lambda row: None)
                 built = None
@@ -261,6 +269,7 @@ async def _play(
                     exchanges=exchanges,
                     out=build_out,
                     console=console,
+                    progress=progress,
                 )
     return summaries[0], built
 
@@ -433,3 +442,22 @@ def _fencing(
         await state.write(Close(rollout_id))
 
     return clear, close
+
+
+def _recorded(namespace: str, job_id: str) -> tuple[Counting, View]:
+    """What is recorded of a job's rollouts, as its graph's state actors say, and the view that exports its numbers.
+
+    For a process that has joined the cluster."""
+    from gym_capture.rollouts.metrics import JobMetrics
+    from gym_capture.serving.state import connect
+
+    state = connect(namespace=namespace)
+
+    async def counting(rollout_ids: Sequence[str]) -> Sequence[RolloutCounts] | None:
+        try:
+            async with asyncio.timeout(_COUNTED_WITHIN_S):
+                return await state.counts(rollout_ids)
+        except (StoreError, TimeoutError):  # it restarts: the job goes on without
+            return None
+
+    return counting, JobMetrics(namespace=namespace, job_id=job_id)

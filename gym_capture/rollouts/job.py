@@ -28,13 +28,14 @@ from typing import Any, Final, NamedTuple
 
 from gym_capture.errors import ConfigError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.rollouts.attempt import AttemptRunner, Attempts, Outcome, Scored
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, Place, RolloutRow
 from gym_capture.rollouts.patience import Patience
-from gym_capture.rollouts.progress import JobProgress
+from gym_capture.rollouts.progress import Counting, JobProgress, uncounted
 
 _LONGEST_WAIT_S = 30.0
 _MOST_ATTEMPTS: Final = 999_999
@@ -154,6 +155,8 @@ class RolloutJob:
     """Where rows are kept, see `ledger`."""
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
     """Told of each row and what it was made of, before the row is written: for what is too large for it."""
+    counting: Counting = uncounted
+    """Asked what is recorded of each attempt, once it is over."""
 
     async def run(
         self,
@@ -184,6 +187,7 @@ class RolloutJob:
             settings=self.settings,
             directory=self.directory,
             keep=self.keep,
+            counting=self.counting,
         )
         return await run.run(on_row=on_row, on_kept=on_kept, progress=progress)
 
@@ -199,6 +203,7 @@ class JobRun:
     """As those of `RolloutJob`."""
     directory: Path
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
+    counting: Counting = uncounted
 
     async def run(
         self,
@@ -253,19 +258,24 @@ class JobRun:
             play = await self.attempts.place()
             started_at, clock = time.time(), time.monotonic()
             progress.started(rollout_id)
+            known: RolloutCounts | None = None
             try:
                 await ledger.begin(_begun(rollout, attempt, at=started_at))
                 # All before it, whichever were closed already: an earlier run may have died before it did that.
                 before = [rollout.attempt_id(number) for number in range(1, attempt)]
                 outcome = await play(rollout_id, rollout.task, supersedes=before)
+                wall_s = time.monotonic() - clock
+                counted = await self.counting([rollout_id])
+                counts = None if counted is None else counted[0]
+                known = RolloutCounts(calls=outcome.result.n_calls) if counts is None else counts
             finally:
-                progress.stopped(rollout_id)
+                progress.stopped(rollout_id, known)
             if not isinstance(outcome.result, Scored) and outcome.result.ends_job:
                 raise ConfigError(
                     f"the server does not admit the job's calls: {outcome.result.detail} - name its secret file with "
                     "--secret-file; nothing counts as failed by this, the same command plays it"
                 )
-            row = _row(rollout, outcome, attempt=attempt, started_at=started_at, wall_s=time.monotonic() - clock)
+            row = _row(rollout, outcome, attempt=attempt, counts=counts, started_at=started_at, wall_s=wall_s)
             if row.status == "failed":
                 failure = _failure(row)
                 ledger.add_failure(failure)
@@ -283,8 +293,17 @@ def _begun(rollout: Rollout, attempt: int, *, at: float) -> AttemptRow:
     return AttemptRow(rollout_id=rollout.attempt_id(attempt), task_id=task_id, sample=sample, attempt=attempt, at=at)
 
 
-def _row(rollout: Rollout, outcome: Outcome, *, attempt: int, started_at: float, wall_s: float) -> RolloutRow:
+def _row(
+    rollout: Rollout,
+    outcome: Outcome,
+    *,
+    attempt: int,
+    counts: RolloutCounts | None,
+    started_at: float,
+    wall_s: float,
+) -> RolloutRow:
     result = outcome.result
+    recorded = None if counts is None else counts._asdict()
     if isinstance(result, Scored):
         return RolloutRow(
             rollout_id=rollout.attempt_id(attempt),
@@ -301,6 +320,7 @@ def _row(rollout: Rollout, outcome: Outcome, *, attempt: int, started_at: float,
             failed_call=result.completed.failed_call,
             answer=result.answer,
             note=outcome.note,
+            recorded=recorded,
             started_at=started_at,
             wall_s=wall_s,
         )
@@ -318,6 +338,7 @@ def _row(rollout: Rollout, outcome: Outcome, *, attempt: int, started_at: float,
         failed_call=result.failed_call,
         retryable=result.retryable,
         note=outcome.note,
+        recorded=recorded,
         started_at=started_at,
         wall_s=wall_s,
     )

@@ -74,6 +74,9 @@ class RolloutRow:
     answer: str | None = None
     note: str | None = None
     """Trouble in the tear-down, without a consequence for the row."""
+    recorded: Mapping[str, int] | None = None
+    """What the graph had recorded of it when it was over: fields of `RolloutCounts`. None: not known, as in rows of
+    earlier versions."""
     started_at: float
     """Unix seconds of the start of the attempt."""
     wall_s: float

@@ -17,7 +17,7 @@ from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
 from gym_capture.rollouts.ledger import RolloutRow
 from gym_capture.rollouts.patience import Patience
-from gym_capture.rollouts.progress import JobProgress
+from gym_capture.rollouts.progress import Counting, JobProgress, uncounted
 
 
 async def play_on_graph(
@@ -34,6 +34,7 @@ async def play_on_graph(
     on_row: Callable[[RolloutRow], None] = lambda row: None,
     on_kept: Callable[[RolloutRow], None] = lambda row: None,
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None,
+    counting: Counting = uncounted,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
 ) -> JobSummary:
@@ -49,6 +50,7 @@ async def play_on_graph(
         settings=settings,
         directory=directory,
         keep=keep,
+        counting=counting,
     )
     try:
         return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)

@@ -85,9 +85,16 @@ def row(
         made["instance_config"] = {"mask_sample": bool(reasons)}
     elif exchange.response is not None:
         # What the agent's own leaves out is that of the records: a row's response is a whole one.
-        made["response"] = {**record["response"], **exchange.response, "output": record["response"]["output"]}
+        made["response"] = {**_recorded(record, outcome), **exchange.response, "output": record["response"]["output"]}
+    else:
+        made["response"] = _recorded(record, outcome)
     made[CAPTURE_KEY] = capture
     return made
+
+
+def _recorded(record: Mapping[str, Any], outcome: RolloutRow) -> JsonObject:
+    """The response that the records make. They say nothing of time; the job knows when its rollout was over."""
+    return {**record["response"], "created_at": int(outcome.started_at + outcome.wall_s)}
 
 
 def _failure(outcome: RolloutRow) -> Iterable[str]:

@@ -25,6 +25,7 @@ from gym_capture.capture.records import (
     Root,
     Snapshot,
 )
+from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall
 from gym_capture.conversation import AssistantTurn
 from gym_capture.dialects import fields
@@ -39,6 +40,7 @@ from gym_capture.errors import (
 )
 from gym_capture.lineage.fingerprint import Fingerprint, Fingerprinter
 from gym_capture.reasons import NotSplicedReason, RequestRule
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.serving.call import CallInFlight, Prompt
 from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
@@ -91,6 +93,8 @@ class CallState(Protocol):
         ...
 
     async def freeze(self, rollout_id: str) -> Snapshot: ...
+    async def status(self, rollout_id: str) -> RolloutStatus: ...
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]: ...
     async def write(self, operation: Operation) -> int: ...
     async def stats(self) -> ShardStats: ...
 
@@ -198,7 +202,8 @@ class CallService:
         if self._state is None:
             raise UnknownRolloutError("this graph records no rollouts", rollout_id=rollout_id)
         is_outgrown = await self._state.is_outgrown(rollout_id)
-        return is_outgrown, len((await self._state.freeze(rollout_id)).records)
+        (counts,) = await self._state.counts((rollout_id,))
+        return is_outgrown, counts.calls
 
     def _check(self, request: ModelRequest, rollout_id: str | None) -> None:
         if len(request.requested_model) > _LONGEST_MODEL_NAME:  # it is in every chunk and in every record
@@ -280,6 +285,14 @@ class CallService:
         if snapshot is None or snapshot.version == 0:
             raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
         return snapshot
+
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        """How a rollout stands, without its records. Raises as `snapshot`."""
+        check_rollout_id(rollout_id)
+        status = None if self._state is None else await self._state.status(rollout_id)
+        if status is None or status.snapshot.version == 0:
+            raise UnknownRolloutError("nothing is recorded of this rollout", rollout_id=rollout_id)
+        return status
 
     async def write(self, operation: Operation) -> None:
         """Makes durable what is said of a rollout. Raises as a store; `UnknownRolloutError` where nothing is kept."""

@@ -5,8 +5,6 @@ neither rollouts nor calls are one.
 
 Flow: a shard counts in plain numbers -> now and then it `publish`es them: the difference to the last time goes into
 counters, levels are set. Only the latency of puts is observed one by one.
-
-Prometheus sees each name with Ray's prefix, `ray_`, counters with the suffix `_total`. docs/grafana/ has a dashboard.
 """
 
 from __future__ import annotations
@@ -17,11 +15,9 @@ from typing import Final
 
 from ray.util.metrics import Counter, Gauge, Histogram
 
+from gym_capture.cluster.metrics import PREFIX, raise_by
 from gym_capture.serving.stats import ShardStats
 
-PUBLISH_EVERY_S: Final = 5.0
-
-_PREFIX: Final = "gym_capture_"
 _TAGS: Final = ("namespace", "shard")
 _BOUNDARIES_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
@@ -33,8 +29,11 @@ COUNTERS: Final[Mapping[str, str]] = {
     "put_bytes": "Bytes of records made durable",
     "prefix_requested": "Recorded calls eligible for prefix supply: their parent was proven",
     "prefix_supplied": "Recorded calls whose prompt starts with their parent's ids",
+    "generated_tokens": "Generated tokens of recorded calls",
     "delivered_marks": "Replies known to be delivered, of calls that may be a retry",
     "undelivered_marks": "Replies whose end could not be sent",
+    "registrations": "Rollouts registered",
+    "completions": "Rollouts of which it was said how they ended",
     "freezes": "Snapshots taken",
     "drops": "Rollouts consumed",
     "idle_retired": "Rollouts given up because nobody used them for max_idle_s",
@@ -75,13 +74,13 @@ class ShardMetrics:
 
     def __init__(self, *, namespace: str, index: int) -> None:
         self._tags = {"namespace": namespace, "shard": str(index)}
-        self._counters = {name: Counter(_PREFIX + name, text, _TAGS) for name, text in COUNTERS.items()}
-        self._gauges = {name: Gauge(_PREFIX + name, text, _TAGS) for name, text in GAUGES.items()}
+        self._counters = {name: Counter(PREFIX + name, text, _TAGS) for name, text in COUNTERS.items()}
+        self._gauges = {name: Gauge(PREFIX + name, text, _TAGS) for name, text in GAUGES.items()}
         self._labelled = {
-            name: Counter(_PREFIX + name, text, (*_TAGS, label)) for name, (label, text) in LABELLED.items()
+            name: Counter(PREFIX + name, text, (*_TAGS, label)) for name, (label, text) in LABELLED.items()
         }
         self._latency = Histogram(
-            _PREFIX + PUT_LATENCY, "From a record's arrival until it is durable", list(_BOUNDARIES_S), _TAGS
+            PREFIX + PUT_LATENCY, "From a record's arrival until it is durable", list(_BOUNDARIES_S), _TAGS
         )
         self._published = asdict(ShardStats())
 
@@ -91,16 +90,11 @@ class ShardMetrics:
     def publish(self, stats: ShardStats) -> None:
         now, before = asdict(stats), self._published
         for name, counter in self._counters.items():
-            _raise(counter, now[name] - before[name], self._tags)
+            raise_by(counter, now[name] - before[name], self._tags)
         for name, counter in self._labelled.items():
             label = LABELLED[name][0]
             for value, count in now[name].items():
-                _raise(counter, count - before[name].get(value, 0), {**self._tags, label: value})
+                raise_by(counter, count - before[name].get(value, 0), {**self._tags, label: value})
         for name, gauge in self._gauges.items():
             gauge.set(now[name], self._tags)
         self._published = now
-
-
-def _raise(counter: Counter, by: int, tags: Mapping[str, str]) -> None:
-    if by > 0:
-        counter.inc(by, dict(tags))

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from gym_capture.auth import Keyring
 from gym_capture.capture.operations import Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration
-from gym_capture.capture.records import Snapshot
+from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.dialects import fields
 from gym_capture.dialects.base import Schema, parse_object
 from gym_capture.dialects.description import BOOLEAN, NAME, NUMBER, OPENAI_ERROR, STRING, object_of
@@ -135,7 +135,7 @@ class Registry:
         """The rollout's state now."""
         if self._keyring is not None:
             self._keyring.admit_reader(http.headers)
-        return standing(await self._service.snapshot(http.path_params["rollout_id"]))
+        return standing(await self._service.status(http.path_params["rollout_id"]))
 
     async def _admit_completion(self, http: Request, rollout_id: str) -> None:
         """A rollout's own token says how it ended only if whoever registered it left that to its agent.
@@ -145,7 +145,7 @@ class Registry:
         if self._keyring is None or self._keyring.is_admin(http.headers):
             return
         self._keyring.admit_call(http.headers, rollout_id)
-        registration = (await self._service.snapshot(rollout_id)).registration
+        registration = (await self._service.status(rollout_id)).snapshot.registration
         if registration is None or not registration.agent_completes:
             raise AuthenticationError(
                 "its agent was not given this rollout to complete: that takes the token of `gym-capture token --admin`",
@@ -161,14 +161,18 @@ def registered(registration: Registration | None) -> dict[str, Any]:
     return {**asdict(registration), "task": None if registration.task is None else json.loads(registration.task)}
 
 
-def standing(snapshot: Snapshot) -> dict[str, Any]:
+def standing(status: RolloutStatus) -> dict[str, Any]:
     """A rollout as clients see it."""
+    snapshot, counts = status
     under_way = [reason for reason in snapshot.incomplete if reason_name(reason) == CaptureMark.DANGLING_INTENT]
     return {
         "rollout_id": snapshot.rollout_id,
         "state": "open" if snapshot.outcome is None else "complete",
         **registered(snapshot.registration),
-        "calls": len(snapshot.records),
+        "calls": counts.calls,
+        "generated_tokens": counts.generated_tokens,
+        "eligible_links": counts.eligible_links,
+        "contiguous_links": counts.contiguous_links,
         "calls_under_way": len(under_way),
         "outcome": None if snapshot.outcome is None else snapshot.outcome.as_dict(),
         "incomplete": list(snapshot.incomplete),

@@ -22,12 +22,24 @@ from gym_capture.capture.operations import Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import Resolution
 from gym_capture.capture.records import CallIntent, Snapshot
+from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall, TokenSink
 from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.serving.state_messages import BeginCall, Begun, IsOutgrown, Request, Resolve, TooLong, packed
+from gym_capture.rollout_counts import RolloutCounts
+from gym_capture.serving.state_messages import (
+    BeginCall,
+    Begun,
+    IsOutgrown,
+    ReadCounts,
+    ReadStatus,
+    Request,
+    Resolve,
+    TooLong,
+    packed,
+)
 from gym_capture.serving.stats import ShardStats, total
-from gym_capture.stores.base import ListedStore
+from gym_capture.stores.base import CountedStore, ListedStore
 
 ANSWER_WITHIN_S: Final = 60.0
 """Ray notices after 15 s that a node is lost; then a shard of it starts elsewhere and reads its log back."""
@@ -39,7 +51,7 @@ _BYTES_OF_A_REQUEST: Final = 1_000
 """At most, about, beside its records and keys."""
 
 
-class StateClient(ListedStore):
+class StateClient(ListedStore, CountedStore):
     """Reaches the shard of a rollout. One object for all rollouts; a `RecordStore` and a `LineageStore`."""
 
     def __init__(self, shards: Sequence[ActorHandle[Any]]) -> None:
@@ -70,6 +82,22 @@ class StateClient(ListedStore):
 
     async def write(self, operation: Operation) -> int:
         return cast(int, await self._send(operation.rollout_id, packed(operation)))
+
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+        """One request to each shard that has some of them."""
+        places: dict[int, list[int]] = {}
+        for place, rollout_id in enumerate(rollout_ids):
+            places.setdefault(self._index(rollout_id), []).append(place)
+        asked = [tuple(rollout_ids[place] for place in there) for there in places.values()]
+        answers = await asyncio.gather(*(self._send(ids[0], ReadCounts(ids)) for ids in asked))
+        found = [RolloutCounts()] * len(rollout_ids)
+        for there, answer in zip(places.values(), answers, strict=True):
+            for place, counts in zip(there, cast(Sequence[RolloutCounts], answer), strict=True):
+                found[place] = counts
+        return found
+
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        return cast(RolloutStatus, await self._send(rollout_id, ReadStatus(rollout_id)))
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         shard = self.shards[self._index(rollout_id)]

@@ -50,6 +50,18 @@ class IsOutgrown(NamedTuple):
     rollout_id: str
 
 
+class ReadCounts(NamedTuple):
+    """`CountedStore.counts` of rollouts that the shard has."""
+
+    rollout_ids: tuple[str, ...]
+
+
+class ReadStatus(NamedTuple):
+    """`CountedStore.status`."""
+
+    rollout_id: str
+
+
 class Begun(NamedTuple):
     """Answer to `BeginCall`: the epoch that the call's writes carry, and what it continues."""
 
@@ -59,7 +71,7 @@ class Begun(NamedTuple):
     """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
 
 
-Request: TypeAlias = BeginCall | CommitBytes | Resolve | TooLong | IsOutgrown | Operation
+Request: TypeAlias = BeginCall | CommitBytes | Resolve | TooLong | IsOutgrown | ReadCounts | ReadStatus | Operation
 
 
 def packed(operation: Operation) -> Request:

@@ -41,11 +41,12 @@ from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore
 from gym_capture.capture.snapshot_codec import decode_stored, encode_snapshot
 from gym_capture.capture.suffixes import StoredRollout, stored_form
+from gym_capture.cluster.metrics import PUBLISH_EVERY_S
 from gym_capture.errors import GymCaptureError, RecordError, StaleSnapshotError, StoreError, StoreOverloadedError
 from gym_capture.lineage.cache import LineageCache
 from gym_capture.reasons import lineage_mark
 from gym_capture.serving.idle import IdleTimes
-from gym_capture.serving.metrics import PUBLISH_EVERY_S, ShardMetrics
+from gym_capture.serving.metrics import ShardMetrics
 from gym_capture.serving.mirror import mirror_of
 from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.state_messages import (
@@ -53,6 +54,8 @@ from gym_capture.serving.state_messages import (
     Begun,
     CommitBytes,
     IsOutgrown,
+    ReadCounts,
+    ReadStatus,
     Request,
     Resolve,
     TooLong,
@@ -60,7 +63,7 @@ from gym_capture.serving.state_messages import (
     unpacked,
 )
 from gym_capture.serving.stats import ShardStats, Tally
-from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, standings_of
+from gym_capture.stores.base import EncodedStore, MeasuredStore, StoreFactory, counts_of, standings_of, status_of
 
 logger = logging.getLogger(__name__)
 
@@ -281,6 +284,11 @@ class _Hosted:
                 return None
             case IsOutgrown(rollout_id):
                 return rollout_id in self.outgrown
+            case ReadCounts(rollout_ids):
+                return await counts_of(self.store, rollout_ids)
+            case ReadStatus(rollout_id):
+                self.idle.read(rollout_id)
+                return await status_of(self.store, rollout_id)
             case Begin(intent):
                 return (await self.begin(BeginCall(intent))).epoch
             case Commit() | tuple():
@@ -327,6 +335,7 @@ class _Hosted:
                 self.forget(rollout_id)
             case Register(rollout_id) | Complete(rollout_id):
                 self.idle.wrote(rollout_id)
+                self.tally.counts["registrations" if isinstance(operation, Register) else "completions"] += 1
         return epoch
 
     async def commit_all(self, sent: Sequence[CommitBytes]) -> list[object]:

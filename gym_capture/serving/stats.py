@@ -28,6 +28,9 @@ CountName: TypeAlias = Literal[
     "freezes",
     "drops",
     "idle_retired",
+    "registrations",
+    "completions",
+    "generated_tokens",
 ]
 
 
@@ -53,8 +56,14 @@ class ShardStats:
     """Recorded calls whose parent was proven when they began: the ones eligible for prefix supply."""
     prefix_supplied: int = 0
     """Those whose prompt, as the engine reports it, starts with their parent's ids."""
+    generated_tokens: int = 0
+    """Of recorded calls."""
     delivered_marks: int = 0
     undelivered_marks: int = 0
+    registrations: int = 0
+    """Rollouts that somebody registered, as with the next one, repeated requests included."""
+    completions: int = 0
+    """Rollouts of which somebody said how they ended."""
     freezes: int = 0
     drops: int = 0
     idle_retired: int = 0
@@ -131,6 +140,7 @@ class Tally:
         self.counts["put_bytes"] += size_bytes
         self.counts["prefix_requested"] += entry.prefix.requested
         self.counts["prefix_supplied"] += entry.prefix.supplied
+        self.counts["generated_tokens"] += entry.generation_token_ids.size
         self.put_seconds += took_s
         for rule in set(entry.request.normalized):
             self.rules[rule] += 1

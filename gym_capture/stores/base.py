@@ -11,13 +11,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gym_capture.capture.operations import Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.protocols import RecordStore, TokenSource
+from gym_capture.capture.rollout_state import RolloutStatus, call_counts
 from gym_capture.errors import GymCaptureError
 from gym_capture.imports import load
+from gym_capture.reasons import CaptureMark, reason_name
+from gym_capture.rollout_counts import RolloutCounts
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,39 @@ async def standings_of(source: TokenSource) -> Sequence[Standing]:
         snapshot = await source.freeze(rollout_id)
         found.append(Standing(rollout_id, snapshot.registration, snapshot.outcome))
     return found
+
+
+class CountedStore(ABC):
+    """A store that knows how a rollout stands without reading its records."""
+
+    @abstractmethod
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+        """To each, in its place; zero for one of which nothing is recorded. A job that plays asks for it often."""
+
+    @abstractmethod
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        """As `freeze` would answer, but for the records."""
+
+
+async def counts_of(source: TokenSource, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+    """`CountedStore.counts` of any source: one that cannot count them is read."""
+    if isinstance(source, CountedStore):
+        return await source.counts(rollout_ids)
+    return [(await status_of(source, rollout_id)).counts for rollout_id in rollout_ids]
+
+
+async def status_of(source: TokenSource, rollout_id: str) -> RolloutStatus:
+    """`CountedStore.status` of any source."""
+    if isinstance(source, CountedStore):
+        return await source.status(rollout_id)
+    snapshot = await source.freeze(rollout_id)
+    counts = RolloutCounts()
+    for record in snapshot.records:
+        counts = counts.plus(call_counts(record))
+    marks = sum(reason_name(reason) != CaptureMark.DANGLING_INTENT for reason in snapshot.incomplete)
+    return RolloutStatus(
+        replace(snapshot, entries=(), orphans=()), counts._replace(flaws=marks + len(snapshot.problems))
+    )
 
 
 class MeasuredStore(ABC):

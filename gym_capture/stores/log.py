@@ -24,10 +24,11 @@ from typing import Final
 from gym_capture.capture.operations import Clear, Close, Drop, MarkIncomplete, Operation
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
-from gym_capture.capture.rollout_state import Frozen
+from gym_capture.capture.rollout_state import Frozen, RolloutStatus
 from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
-from gym_capture.stores.base import EncodedStore, ListedStore, MeasuredStore, StoreFactory, StoreStats
+from gym_capture.rollout_counts import RolloutCounts
+from gym_capture.stores.base import CountedStore, EncodedStore, ListedStore, MeasuredStore, StoreFactory, StoreStats
 from gym_capture.stores.compaction import Compactor
 from gym_capture.stores.frames import check_key
 from gym_capture.stores.group_commit import GroupCommit, Write
@@ -48,7 +49,7 @@ from gym_capture.stores.segments import (
 _DISK: Final = Disk()
 
 
-class LogStore(EncodedStore, ListedStore, MeasuredStore):
+class LogStore(EncodedStore, ListedStore, CountedStore, MeasuredStore):
     """A `RecordStore` on one directory. Made by `open`; lives on one event loop."""
 
     def __init__(
@@ -175,6 +176,14 @@ class LogStore(EncodedStore, ListedStore, MeasuredStore):
     async def standings(self) -> Sequence[Standing]:
         self._check_open()
         return self._index.states.standings()
+
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+        self._check_open()
+        return [self._index.states.counts(rollout_id) for rollout_id in rollout_ids]
+
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        self._check_open()
+        return self._index.states.status(rollout_id)
 
     async def compact(self) -> None:
         """Gives back what disk space it can now, instead of when it happens to be looked for after a `Drop`."""

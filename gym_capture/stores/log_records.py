@@ -31,7 +31,7 @@ def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
     match event:
         case Begun(epoch, intent):
             return Draft(RecordType.BEGUN, epoch, pack_key(rollout_id, intent.model_call_id), encoded)
-        case Committed(epoch, call_id, _):
+        case Committed(epoch, call_id):
             return Draft(RecordType.COMMITTED, epoch, pack_key(rollout_id, call_id), encoded)
         case Abandoned(epoch, call_id):
             return Draft(RecordType.ABANDONED, epoch, pack_key(rollout_id, call_id), b"")
@@ -60,7 +60,8 @@ def event_of(frame: Frame) -> Event:
             case RecordType.BEGUN:
                 return Begun(frame.epoch, decode_intent(frame.payload))
             case RecordType.COMMITTED:
-                return Committed(frame.epoch, frame.call_id, peek_entry(frame.payload).payload_digest)
+                key = peek_entry(frame.payload)
+                return Committed(frame.epoch, frame.call_id, key.payload_digest, key.counts)
             case RecordType.ABANDONED:
                 return Abandoned(frame.epoch, frame.call_id)
             case RecordType.INCOMPLETE:

@@ -29,7 +29,17 @@ from gym_capture.capture.operations import (
     check_text,
 )
 from gym_capture.capture.outcomes import Standing
-from gym_capture.capture.rollout_state import Decision, Event, Frozen, Retired, Retirement, RolloutState, retired_error
+from gym_capture.capture.rollout_state import (
+    Decision,
+    Event,
+    Frozen,
+    Retired,
+    Retirement,
+    RolloutState,
+    RolloutStatus,
+    retired_error,
+)
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
 
 
@@ -136,6 +146,15 @@ class RolloutStates:
         """The standings of the live rollouts, sorted by their ids."""
         live = ((rollout_id, self._states[rollout_id]) for rollout_id in self.live_ids())
         return [Standing(rollout_id, state.registration, state.outcome) for rollout_id, state in live]
+
+    def counts(self, rollout_id: str) -> RolloutCounts:
+        """Zero for a rollout of which nothing is recorded."""
+        state = self._states.get(rollout_id)
+        return RolloutCounts() if state is None else state.counts
+
+    def status(self, rollout_id: str) -> RolloutStatus:
+        """Raises as `freeze`."""
+        return RolloutStatus(self.freeze(rollout_id).snapshot, self.counts(rollout_id))
 
     def tombstone(self, rollout_id: str) -> Retired | None:
         return self._tombstones.get(rollout_id)

@@ -32,6 +32,7 @@ from gym_capture.capture.records import (
     WeightSpan,
     suffix_of,
 )
+from gym_capture.capture.rollout_state import call_counts
 from gym_capture.capture.snapshot_codec import decode_snapshot, encode_snapshot
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import RecordError, SchemaVersionError
@@ -115,7 +116,12 @@ def test_entry_survives_with_every_field(entry: TokenEntry) -> None:
     decoded = decode_entry(data)
     assert_same(decoded, entry)
     assert encode_entry(decoded) == data
-    assert peek_entry(data) == (entry.rollout_id, entry.model_call_id, payload_digest(data))
+    assert peek_entry(data) == (
+        entry.rollout_id,
+        entry.model_call_id,
+        payload_digest(data),
+        call_counts(entry),
+    )
     assert encode_suffix(entry) == encode_entry(suffix_of(entry))
 
 

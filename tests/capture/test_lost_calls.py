@@ -25,6 +25,7 @@ from gym_capture.capture.rollout_state import Begun, Committed, DeliveryKnown, E
 from gym_capture.capture.snapshot_codec import decode_snapshot, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import open_files
+from gym_capture.rollout_counts import CallCounts
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import ALL_CHAINS, call, excluded, rows, snapshot
@@ -175,7 +176,8 @@ def test_a_reason_of_another_kind_is_not_dropped_because_of_its_end() -> None:
 @given(st.permutations([A, B, LOST_FIRST, replace(LOST_SECOND, model_call_id="lost-2")]), st.randoms())
 def test_the_order_of_events_changes_nothing(intents: list[CallIntent], random: Any) -> None:
     events: list[Event] = [Begun(1, each) for each in intents]
-    events += [Committed(1, "a", b"a"), Committed(1, "b", b"b"), DeliveryKnown(1, "b", True)]
+    none = CallCounts(0, False, False)
+    events += [Committed(1, "a", b"a", none), Committed(1, "b", b"b", none), DeliveryKnown(1, "b", True)]
     random.shuffle(events)
     state = RolloutState("r1", 1)
     for event in [*events, *events]:

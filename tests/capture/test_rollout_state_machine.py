@@ -45,6 +45,7 @@ from gym_capture.capture.rollout_state import (
     Registered,
     Retired,
     RolloutState,
+    call_counts,
 )
 from gym_capture.capture.snapshot_codec import encode_snapshot
 from gym_capture.conformance import Store, sample_entry, sample_intent
@@ -59,6 +60,8 @@ from gym_capture.errors import (
     StoreUnavailableError,
     UnknownRolloutError,
 )
+from gym_capture.rollout_counts import CallCounts, RolloutCounts
+from gym_capture.stores.base import counts_of, status_of
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.stores.segments import Disk
@@ -313,6 +316,17 @@ class StoreMachine(RuleBasedStateMachine):
             assert snapshot.incomplete == (*sorted(attempt.marks), *(f"dangling_intent:{c}" for c in dangling))
             assert [problem.call_id for problem in snapshot.problems] == sorted(attempt.conflicts)
             assert (snapshot.registration, snapshot.outcome) == (attempt.registration, attempt.outcome)
+            status = self.run(status_of(self.store, rollout_id))
+            assert encode_snapshot(status.snapshot) == encode_snapshot(replace(snapshot, entries=(), orphans=()))
+            recorded = [call_counts(entry) for entry in snapshot.entries]
+            assert status.counts == RolloutCounts(
+                calls=len(recorded),
+                generated_tokens=sum(call.generated_tokens for call in recorded),
+                eligible_links=sum(call.is_eligible for call in recorded),
+                contiguous_links=sum(call.is_supplied for call in recorded),
+                flaws=len(attempt.marks) + len(attempt.conflicts),
+            )
+            assert self.run(counts_of(self.store, [rollout_id])) == [status.counts]
 
 
 class LogMachine(StoreMachine):
@@ -382,7 +396,7 @@ TestSweepingLogStore.settings = settings(max_examples=30, stateful_step_count=40
 EPOCHS = st.integers(1, 3)
 EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(Begun, EPOCHS, CALLS.map(lambda call_id: sample_intent("r", call_id))),
-    st.builds(Committed, EPOCHS, CALLS, st.just(b"digest")),
+    st.builds(Committed, EPOCHS, CALLS, st.just(b"digest"), st.just(CallCounts(3, True, False))),
     st.builds(Abandoned, EPOCHS, CALLS),
     st.builds(MarkedIncomplete, EPOCHS, st.sampled_from(["x", "y"])),
     st.builds(
@@ -417,7 +431,7 @@ def test_snapshot_ids_are_those_that_earlier_versions_gave() -> None:
     for event in (
         Begun(7, CallIntent(rollout_id="r", model_call_id="c1", created_at=1.0, request_key="1" * 32)),
         Begun(7, CallIntent(rollout_id="r", model_call_id="c2", created_at=1.0)),
-        Committed(7, "c1", bytes(range(16))),
+        Committed(7, "c1", bytes(range(16)), CallCounts(3, True, False)),
         Abandoned(7, "c2"),
         MarkedIncomplete(7, "capture_failed:c3"),
         ProblemFound(7, lost),

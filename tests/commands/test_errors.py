@@ -19,7 +19,9 @@ from gym_capture.build.builder import build
 from gym_capture.data.schema import rows, to_table
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.ledger import Ledger
+from gym_capture.rollouts.progress import uncounted
 from tests.data.made_rollouts import snapshot
+from tests.rollouts.unseen import Unseen
 
 Run = Callable[..., tuple[int, str]]
 
@@ -290,6 +292,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return nothing, nothing
 
     monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
+    monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (uncounted, Unseen()))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

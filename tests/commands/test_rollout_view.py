@@ -14,7 +14,7 @@ from rich.console import Console
 from gym_capture.commands.rollout_view import JsonView, LineView, LiveView, clock, drawn, watching
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.ledger import FailureRow
-from gym_capture.rollouts.progress import JobProgress, Running, Snapshot
+from gym_capture.rollouts.progress import Built, JobProgress, Running, Snapshot
 
 NOW = Snapshot(
     elapsed_s=75.0,
@@ -23,16 +23,22 @@ NOW = Snapshot(
     resumed=2,
     running=8,
     failed=1,
+    masked=1,
     failed_attempts={"connection": 3, "refused": 1},
     calls=30,
     calls_per_s=0.4,
+    generated_tokens=2490,
+    tokens_per_s=33.2,
+    eligible_links=21,
+    contiguous_links=20,
     mean_reward=0.5,
     eta_s=390.0,
     slowest=(Running(rollout_id="j.a.0", seconds=61.0), Running(rollout_id="j.b.0", seconds=2.0)),
+    built=Built(groups=3, rollouts=12, masked=1, trajectories=11),
 )
 LINE = (
-    "rollouts 12/64, 8 running, 1 failed (masked), mean reward 0.500, 0.4 calls/s, 0:01:15, 0:06:30 to go, "
-    "failed attempts: connection 3x, refused 1x\n"
+    "rollouts 12/64, 8 running, 1 failed (masked), mean reward 0.500, 0.4 calls/s, 33 tokens/s, "
+    "20/21 links contiguous, 3 groups built, 0:01:15, 0:06:30 to go, failed attempts: connection 3x, refused 1x\n"
 )
 
 
@@ -48,6 +54,18 @@ def test_a_log_gets_a_line() -> None:
     assert output.getvalue() == LINE
 
 
+def test_what_is_not_known_is_not_shown() -> None:
+    output = io.StringIO()
+    nothing = dataclasses.replace(NOW, generated_tokens=0, eligible_links=0, failed_attempts={}, eta_s=None, built=None)
+    LineView(Console(file=output)).show(nothing)
+    assert output.getvalue().endswith("mean reward 0.500, 0.4 calls/s, 0:01:15\n")
+
+
+def test_those_that_are_masked_without_having_failed_are_shown() -> None:
+    assert "8 running, 1 failed, 3 masked, mean reward" in shown(dataclasses.replace(NOW, masked=3))
+    assert "8 running, 2 masked, mean reward" in shown(dataclasses.replace(NOW, failed=0, masked=2))
+
+
 def test_a_program_gets_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     JsonView().show(NOW)
     assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(dataclasses.asdict(NOW)))
@@ -56,7 +74,8 @@ def test_a_program_gets_all_numbers(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_terminal_shows_what_is_slow_and_what_failed() -> None:
     lines = shown(NOW).splitlines()
     assert "12/64, 8 running, 1 failed (masked), mean reward 0.500" in lines[0]
-    assert lines[1].strip() == "0.4 calls/s, 0:01:15, 0:06:30 to go"
+    rates = "0.4 calls/s, 33 tokens/s, 20/21 links contiguous, 3 groups built, 0:01:15, 0:06:30 to go"
+    assert lines[1].strip() == rates
     assert lines[2].strip() == "slowest: j.a.0 61 s"
     assert lines[3].strip() == "failed attempts: connection 3x, refused 1x"
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,12 @@ from openai.types.responses import Response
 from gym_capture import cli
 from gym_capture.commands.rollouts import _job_id, summarized
 from gym_capture.data.sources import SourceSpec
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
 from tests.data import made_rollouts
 from tests.rollouts.scripted_server import Call, serving, solve
+from tests.rollouts.unseen import Unseen
 from trainer_bridge.nemo_rl import contiguity_walk
 from trainer_bridge.stream import parquet_batches, read_rollouts
 
@@ -97,6 +99,11 @@ async def nothing(rollout_id: str) -> None:
     """To clear, or to close."""
 
 
+async def counted(rollout_ids: Sequence[str]) -> list[RolloutCounts]:
+    """The same of each rollout."""
+    return [RolloutCounts(3, 30, 2, 2, flaws=int(rollout_id.endswith("1.1-a1"))) for rollout_id in rollout_ids]
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a job file; state actors that have nothing to clear and nothing to close."""
@@ -106,6 +113,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
+    monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (counted, Unseen()))
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
 
@@ -139,6 +147,11 @@ def test_a_job_file_is_played_and_goes_on_with_other_keys(here: Path, capsys: py
     output = capsys.readouterr()
     last = json.loads(output.out.splitlines()[-1])
     assert (last["total"], last["done"], last["failed"], last["mean_reward"]) == (2, 2, 0, 1.0)
+    assert (last["calls"], last["generated_tokens"]) == (6, 60)
+    assert (last["eligible_links"], last["contiguous_links"], last["masked"], last["built"]) == (4, 4, 0, None)
+    recorded = [json.loads(line)["recorded"] for line in (here / "job" / "rollouts.jsonl").read_text().splitlines()]
+    counts = {"calls": 3, "generated_tokens": 30, "eligible_links": 2, "contiguous_links": 2, "flaws": 0}
+    assert recorded == [counts, counts]
     assert output.err.startswith("2 of 2 rollouts finished")
     settings = json.loads((here / "job" / "job.json").read_text())
     assert settings["harness"] == {"name": "tool-loop", "max_tokens": 64}
@@ -163,8 +176,11 @@ def test_groups_are_built_while_the_job_plays_and_once(
             await asyncio.sleep(0.01)  # the first group appears while the second plays, or never
         return await solve(call)
 
-    assert run_command("--build", "out", "--concurrency", "1", script=looking) == 0
-    assert "built into out: 2 groups, 4 trajectories; 4 of 4 rollouts to train on\n" in capsys.readouterr().err
+    assert run_command("--build", "out", "--concurrency", "1", "--json", script=looking) == 0
+    output = capsys.readouterr()
+    assert "built into out: 2 groups, 4 trajectories; 4 of 4 rollouts to train on\n" in output.err
+    built = {"groups": 2, "rollouts": 4, "masked": 0, "trajectories": 4}
+    assert json.loads(output.out.splitlines()[-1])["built"] == built
     rollouts = list(read_rollouts(parquet_batches(here / "out")))
     assert len({rollout.group_id for rollout in rollouts}) == 2
     assert all(rollout.advantage is not None for rollout in rollouts)
@@ -172,8 +188,13 @@ def test_groups_are_built_while_the_job_plays_and_once(
     assert {row["rollout_id"] for row in rows} == {rollout.rollout_id for rollout in rollouts}
     indices = {(row["_ng_task_index"], row["_ng_rollout_index"]) for row in rows}
     assert indices == {(0, 0), (0, 1), (1, 0), (1, 1)}
+    over_at = {
+        row["rollout_id"]: row["started_at"] + row["wall_s"]
+        for row in map(json.loads, (here / "job" / "rollouts.jsonl").read_text().splitlines())
+    }
     for row in rows:
         Response.model_validate(row["response"])
+        assert row["response"]["created_at"] == int(over_at[row["rollout_id"]]) > 0
         assert row["agent_ref"]["name"] == "tool-loop"
         assert row["responses_create_params"]["input"][-1]["role"] == "user"
         assert {tool["name"] for tool in row["responses_create_params"]["tools"]} == {"add", "multiply"}
@@ -183,10 +204,12 @@ def test_groups_are_built_while_the_job_plays_and_once(
     assert table.column("rollout_id").to_pylist() == [row["rollout_id"] for row in rows]
     (here / "job" / "rows.jsonl").unlink()  # as if it had been killed before they were written
     parts = {path: path.stat().st_mtime_ns for path in here.glob("out/part-*")}
-    assert run_command("--build", "out") == 0
+    assert run_command("--build", "out", "--json") == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out.splitlines()[-1])["built"] == built
     again = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
     assert sorted(again, key=lambda row: row["rollout_id"]) == sorted(rows, key=lambda row: row["rollout_id"])
-    assert "2 groups were built before this run\n" in capsys.readouterr().err
+    assert "2 groups were built before this run\n" in output.err
     assert {path: path.stat().st_mtime_ns for path in here.glob("out/part-*")} == parts
 
 
@@ -239,9 +262,11 @@ async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_t
         import sys
         from gym_capture import cli
         from gym_capture.commands import rollouts
-        from tests.commands.test_rollouts import nothing
+        from tests.commands.test_rollouts import counted, nothing
+        from tests.rollouts.unseen import Unseen
 
         rollouts._fencing = lambda *_: (nothing, nothing)
+        rollouts._recorded = lambda *_: (counted, Unseen())
         cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
     """
 

@@ -30,9 +30,11 @@ from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.imports import load
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.harness import Endpoint
+from gym_capture.rollouts.progress import uncounted
 from gym_capture.serving import gateway
 from tests.docs.pages import ROOT, applied, blocks_of, target
 from tests.rollouts.scripted_server import Call, Server, completion, serving, tool_call
+from tests.rollouts.unseen import Unseen
 from tests.serving.replica import PLAIN, Replica, always, says
 
 PAGE = ROOT / "docs" / "extending.md"
@@ -201,6 +203,7 @@ class State:
 def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = State()
     monkeypatch.setattr(rollouts, "_fencing", lambda address, namespace: (state.clear, state.close))
+    monkeypatch.setattr(rollouts, "_recorded", lambda namespace, job_id: (uncounted, Unseen()))
     (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--environment cap" in line]
     *words, _, _ = line.split()  # all but --out
     with served() as server, pytest.raises(SystemExit) as stop:

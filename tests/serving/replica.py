@@ -16,6 +16,7 @@ from fastapi import FastAPI
 from gym_capture.capture.operations import Begin, Commit, MarkDelivery, MarkIncomplete, Operation
 from gym_capture.capture.protocols import Resolution
 from gym_capture.capture.records import CallIntent, Snapshot, TokenEntry, suffix_of
+from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall, TokenSink
 from gym_capture.engines.base import Engine
 from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step, in_order, saying
@@ -29,6 +30,7 @@ from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.template import ChatTemplate
+from gym_capture.stores.base import status_of
 from gym_capture.stores.memory import MemoryStore
 
 STOP = "<|im_end|>"
@@ -119,6 +121,9 @@ class LocalState:
 
     async def freeze(self, rollout_id: str) -> Snapshot:
         return await self.store.freeze(rollout_id)
+
+    async def status(self, rollout_id: str) -> RolloutStatus:
+        return await status_of(self.store, rollout_id)
 
     async def stats(self) -> ShardStats:
         if self.begin_fails is not None:

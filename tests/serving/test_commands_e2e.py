@@ -20,7 +20,7 @@ pytestmark = pytest.mark.engine
 
 def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     play = ("rollouts", "run", "--url", graph.url, "--namespace", graph.namespace, "--out", tmp_path / "job")
-    play += ("--generate", "2", "--samples", "2", "--build", tmp_path / "streamed")
+    play += ("--generate", "2", "--samples", "2", "--build", tmp_path / "streamed", "--json")
     played = gym_capture(*play)
     assert played.returncode == 0, played.stderr
     assert "4 of 4 rollouts finished" in played.stderr
@@ -31,9 +31,23 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
         f"{job_id}.register-0-{task}.{n}-a1" for task in (0, 1) for n in (0, 1)
     ]
     assert all(row["n_calls"] == 3 for row in rows)
+    recorded = [row["recorded"] for row in rows]
+    assert all((each["calls"], each["flaws"]) == (3, 0) for each in recorded)
+    assert all(0 < each["contiguous_links"] <= each["eligible_links"] == 2 for each in recorded)
+    last = json.loads(played.stdout.splitlines()[-1])
+    assert (last["done"], last["masked"], last["calls"]) == (4, 0, 12)
+    assert last["built"] == {"groups": 2, "rollouts": 4, "masked": 0, "trajectories": 4}
+    for name in ("generated_tokens", "eligible_links", "contiguous_links"):
+        assert last[name] == sum(each[name] for each in recorded)
+    for row in rows:
+        standing = httpx.get(f"{graph.url}/rollouts/{row['rollout_id']}", trust_env=False).json()
+        counts = {name: standing[name] for name in row["recorded"] if name != "flaws"}
+        assert counts == {name: row["recorded"][name] for name in counts}
 
     again = gym_capture(*play)
     assert "4 of 4 rollouts finished; 4 were over before this run" in again.stderr
+    last = json.loads(again.stdout.splitlines()[-1])
+    assert (last["calls"], last["built"]["groups"]) == (0, 2)
 
     built = gym_capture(
         "build-job", tmp_path / "job" / "rollouts.jsonl", "--namespace", graph.namespace, "--out", tmp_path / "parquet"
@@ -42,6 +56,7 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     report = json.loads((tmp_path / "parquet" / "_report.json").read_text())
     assert (report["requested"], report["complete"], report["trajectories"]) == (4, 4, 4)
     assert report["generated_tokens_delivered"] == report["generated_tokens_captured"] > 0
+    assert report["generated_tokens_captured"] == sum(each["generated_tokens"] for each in recorded)
 
     # What was built while the job played is the same; only there it is known who played what.
     columns = [name for name in SCHEMA.names if name not in ("agent_name", "input")]

@@ -54,7 +54,9 @@ async def test_a_rollout_from_its_registration_to_its_outcome(template: HfChatTe
         "token": None,
         "base_urls": {"chat_completions": f"{base}/v1", "responses": f"{base}/v1", "messages": base},
     }
-    nothing = {"calls": 0, "calls_under_way": 0, "incomplete": [], "problems": [], "outcome": None}
+    links = {"eligible_links": 0, "contiguous_links": 0}
+    nothing = {"calls": 0, "generated_tokens": 0, **links, "calls_under_way": 0}
+    nothing |= {"incomplete": [], "problems": [], "outcome": None}
     assert await look(replica) == {**REGISTRATION, "state": "open", **nothing}
 
     client = AsyncOpenAI(base_url=answer["base_urls"]["responses"], api_key="none", http_client=replica.http)
@@ -68,7 +70,8 @@ async def test_a_rollout_from_its_registration_to_its_outcome(template: HfChatTe
     assert ended.status_code == 200
     kept = {"reward": 0.5, "reward_components": {"a": -0.5, "b": 1.0}, "failure": None, "answer": "3"}
     assert ended.json() == {"rollout_id": "r1", "state": "complete", "outcome": kept}
-    assert await look(replica) == {**REGISTRATION, **nothing, "state": "complete", "calls": 2, "outcome": kept}
+    counts = {"calls": 2, "generated_tokens": 4}
+    assert await look(replica) == {**REGISTRATION, **nothing, **counts, "state": "complete", "outcome": kept}
 
 
 async def test_the_same_again_gets_the_same_answer_and_anything_else_is_refused(template: HfChatTemplate) -> None:

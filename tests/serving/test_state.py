@@ -16,6 +16,7 @@ from gym_capture.capture.protocols import LineageStore, Resolved
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import CallIntent, Continues, Root, Snapshot, Unresolved, suffix_of
 from gym_capture.errors import ConflictingCallError, GymCaptureError, RetiredRolloutError, StoreUnavailableError
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.state import StateClient
 from gym_capture.serving.state_messages import BeginCall, Request
@@ -317,3 +318,43 @@ async def test_records_are_kept_as_their_producer_encoded_them(tmp_path: Path) -
     assert third.parent == Continues("c1", 7)
     encoded = await state.shards[0].freeze.remote("r1")
     assert encoded.endswith(b"".join(map(encode_suffix, (first, second, third))))
+
+
+class Unread(LogStore):
+    """A log of which no record is read."""
+
+    async def freeze(self, rollout_id: str) -> Snapshot:
+        raise AssertionError
+
+    async def freeze_encoded(self, rollout_id: str) -> bytes:
+        raise AssertionError
+
+
+@pytest.mark.parametrize("store", [LOG, f"{__name__}:Unread.open", "gym_capture.stores.memory:MemoryStore.open"])
+async def test_how_rollouts_stand_is_told_without_their_records(tmp_path: Path, store: str) -> None:
+    """Also of many at once, on several shards, in the order in which they were asked for."""
+    state = client(tmp_path, shards=2, store=store, store_kwargs={})
+    names = [f"r{number}" for number in range(6)]
+    for number, name in enumerate(names):
+        begun = await state.begin(intent("a", name), [])
+        await begun.sink.put(call("a", [1, 2], [3] * number, parent=Root(), rollout_id=name))
+        supplied = {"prefix_requested": True, "prefix_supplied": number % 2 == 0}
+        ids = [1, 2, *[3] * number]
+        await begun.sink.put(call("b", ids, [4], parent=Continues("a", len(ids)), rollout_id=name, **supplied))
+    begun = await state.begin(intent("lost", "r1"), [])
+    await begun.sink.mark_incomplete("capture_failed:x")
+
+    asked = [*reversed(names), "nothing"]
+    counts = await state.counts(asked)
+    assert counts == [
+        *(
+            RolloutCounts(2, number + 1, 1, int(number % 2 == 0), flaws=int(number == 1))
+            for number in reversed(range(len(names)))
+        ),
+        RolloutCounts(),
+    ]
+    status = await state.status("r1")
+    assert status.counts == counts[asked.index("r1")]
+    assert status.snapshot.incomplete == ("capture_failed:x", "dangling_intent:lost")
+    assert (status.snapshot.entries, status.snapshot.orphans) == ((), ())
+    assert (await state.status("nothing")).snapshot.version == 0

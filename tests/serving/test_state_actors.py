@@ -16,8 +16,13 @@ import ray
 from gym_capture.capture.protocols import Resolved
 from gym_capture.demo.graph import private_ray
 from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.rollout_counts import RolloutCounts
+from gym_capture.rollouts.metrics import JobMetrics
+from gym_capture.rollouts.progress import JobProgress
 from gym_capture.serving.state import connect, start_shards, stop_shards
-from tests.serving.exported import exported_names
+from tests.commands.test_rollout_view import failure
+from tests.rollouts.test_progress import row
+from tests.serving.exported import exported_by_jobs, exported_names
 from tests.serving.shards import LOG
 from tests.serving.test_state import play
 
@@ -68,12 +73,13 @@ async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
         start(tmp_path, shards=1, namespace="scraped")
         state = connect(namespace="scraped")
         await play(state, "r1", calls=3)
+        a_job_plays()
         (node,) = ray.nodes()
         endpoint = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
         async with asyncio.timeout(90), httpx.AsyncClient(trust_env=False) as http:
             while True:
                 text = (await http.get(endpoint)).text
-                if 'namespace="scraped"' in text and "ray_gym_capture_resolutions" in text:
+                if "ray_gym_capture_resolutions" in text and "ray_gym_capture_job_groups_built" in text:
                     return text
                 await asyncio.sleep(0.5)
 
@@ -84,6 +90,44 @@ async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
     assert {"ray_gym_capture_begins_total", "ray_gym_capture_puts_total"} <= names
     (resolved,) = [line for line in samples if "resolutions_total" in line and 'outcome="resolved"' in line]
     assert resolved.split()[-1] == "2.0"
+    assert names >= exported_by_jobs()
+    of_job = {
+        (line.partition("{")[0].removeprefix("ray_gym_capture_"), line.split()[-1])
+        for line in samples
+        if 'rollout_job="job-1"' in line
+    }
+    assert of_job >= {
+        *(("job_calls_total", "9.0"), ("job_generated_tokens_total", "90.0")),
+        *(("job_eligible_links_total", "6.0"), ("job_contiguous_links_total", "5.0")),
+        *(("job_masked_rollouts", "2.0"), ("job_mean_reward", "0.5"), ("job_groups_built", "1.0")),
+        ("job_failed_attempts_total", "1.0"),
+    }
+    states = {
+        state: line.split()[-1]
+        for line in samples
+        for state in ("waiting", "running", "finished", "failed")
+        if f'state="{state}"' in line
+    }
+    assert states == {"waiting": "2.0", "running": "1.0", "finished": "3.0", "failed": "1.0"}
+
+
+def a_job_plays() -> None:
+    """Shown twice, as a view is: counters have the difference."""
+    progress = JobProgress()
+    metrics = JobMetrics(namespace="scraped", job_id="job-1")
+    progress.begin(total=7, rows=[])
+    for name in ("a", "b", "c"):
+        progress.started(name)
+        progress.stopped(name, RolloutCounts(3, 30, 2, 2 - (name == "c")))
+        progress.settled(row(name, reward=0.5, flaws=int(name == "c")))
+        metrics.show(progress.now())
+    progress.started("d")
+    progress.failed(failure("mine"))
+    progress.stopped("d")
+    progress.settled(row("d", reward=None))
+    progress.started("e")
+    progress.built(rollouts=2, masked=["c"], trajectories=2)
+    metrics.show(progress.now())
 
 
 @pytest.mark.usefixtures("cluster")

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from gym_capture.capture.operations import Commit, Drop, Operation
+from gym_capture.capture.operations import Commit, Complete, Drop, Operation, Register
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Continues, Root
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
@@ -19,7 +20,7 @@ from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
-from tests.serving.exported import exported_names
+from tests.serving.exported import exported_by_jobs, exported_names
 from tests.serving.shards import client
 from tests.serving.test_state import intent, play
 
@@ -40,6 +41,9 @@ async def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
         await begun.sink.put(entry)
     with pytest.raises(RetiredRolloutError):
         await state.write(Commit(call("late", [1], [2], parent=Root()), epoch=begun.sink.epoch + 99))
+    await state.write(Register("r3", Registration(group_id="g")))
+    for _ in range(2):
+        await state.write(Complete("r3", Outcome(reward=1.0)))
     snapshot = await state.freeze("r2")
     await state.write(Drop("r2", snapshot.snapshot_id, snapshot.version))
 
@@ -51,6 +55,8 @@ async def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
     assert stats.put_bytes > 11 * 300
     assert stats.put_seconds > 0
     assert (stats.prefix_requested, stats.prefix_supplied) == (2, 1)
+    assert stats.generated_tokens == 9 * 2 + 2
+    assert (stats.registrations, stats.completions) == (1, 2)
     assert stats.rules == {"billing_header": 1, "tool_left_out:mcp": 1}
     assert stats.incomplete == {"capture_failed": 1}
     assert (stats.undelivered_marks, stats.delivered_marks) == (1, 0)
@@ -58,7 +64,7 @@ async def test_a_shard_counts_what_happens(tmp_path: Path) -> None:
     assert (stats.live_rollouts, stats.lineage_rollouts) == (2, 2)
     assert 0 < stats.longest_idle_s < 60
     assert stats.lineage_bytes > 0
-    assert stats.commit_records == 10 + 11 + 1 + 1 + 1
+    assert stats.commit_records == 10 + 11 + 1 + 1 + 1 + 2
     assert 0 < stats.commit_batches <= stats.commit_records
     assert stats.log_bytes > stats.log_live_bytes > 0
     assert (stats.waiting_puts, stats.waiting_bytes, stats.queued_writes) == (0, 0, 0)
@@ -151,6 +157,7 @@ def test_the_dashboard_asks_only_for_what_is_exported() -> None:
     queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
     assert all("ray_gym_capture_" in query for query in queries)
     asked = {name for query in queries for name in re.findall(r"ray_gym_capture_\w+", query)}
-    assert asked <= exported_names()
-    unseen = exported_names() - asked
+    exported = exported_names() | exported_by_jobs()
+    assert asked <= exported
+    unseen = exported - asked
     assert unseen == {"ray_gym_capture_put_latency_seconds_sum", "ray_gym_capture_put_latency_seconds_count"}
