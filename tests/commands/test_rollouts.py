@@ -231,6 +231,16 @@ def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture
     assert planned()["out"].startswith("job: REFUSED, it holds another job: environment.name: nothing -> ")
 
 
+@pytest.mark.parametrize("options", [["--out", "file/job"], ["--build", "file/built"], ["--out", "/proc/job"]])
+def test_a_dry_run_says_that_a_directory_cannot_be_written(
+    here: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (here / "file").touch()
+    assert ended(["rollouts", "run", "job.yaml", "--dry-run", *options]) == 2
+    assert options[1] in capsys.readouterr().err
+    assert sorted(path.name for path in here.iterdir()) == ["file", "job.yaml"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_to_go_on(
     here: Path, number: signal.Signals
