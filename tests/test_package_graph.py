@@ -37,8 +37,8 @@ MAY_IMPORT: Final[Mapping[str, Set[str]]] = {
     "trainer_bridge": {CORE, "capture", "build", "data"},
     "demo": {CORE, "capture", "cluster", "data", "rollouts", "serving", "trainer_bridge"},
     "commands": {
-        *(CORE, "capture", "splice", "build", "conformance", "data", "demo", "engines", "rollouts", "serving"),
-        *("stores", "trainer_bridge"),
+        *(CORE, "capture", "splice", "build", "cluster", "conformance", "data", "demo", "engines", "rollouts"),
+        *("serving", "stores", "trainer_bridge"),
     },
     # It finds the commands by their names, so that one command loads one module.
     "cli": {CORE},

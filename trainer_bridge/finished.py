@@ -16,7 +16,7 @@ from typing import Any, Final, TypeAlias
 
 from gym_capture.build.builder import BuildCounts
 from gym_capture.build.trajectories import Span, Trajectory
-from gym_capture.data.schema import read_tensor
+from gym_capture.data.schema import read_pairs, read_tensor
 from gym_capture.errors import RecordError
 from trainer_bridge.stream import Batch, rows_by_rollout
 
@@ -95,16 +95,16 @@ def _finished(rows: Sequence[dict[str, Any]]) -> FinishedRollout:
         trajectories=tuple(map(_trajectory, built)),
         turns={call_id: turn for row in built for call_id, turn in _turns(row)},
         counts=BuildCounts(
-            **{name: first[name] for name in _COUNTS} | {"excluded_tokens": dict(first["excluded_tokens"])}
+            **{name: first[name] for name in _COUNTS} | {"excluded_tokens": read_pairs(first["excluded_tokens"])}
         ),
         masked=first["masked"],
         mask_reasons=tuple(first["mask_reasons"]),
         reward=first["reward"],
-        reward_components=None if components is None else dict(components),
+        reward_components=None if components is None else read_pairs(components),
         model=first["model"],
         agent_name=first["agent_name"],
         input=None if task is None else json.loads(task),
-        call_rewards=dict(first.get("call_rewards") or ()),
+        call_rewards=read_pairs(first.get("call_rewards") or ()),
     )
 
 

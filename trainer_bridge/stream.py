@@ -22,7 +22,7 @@ import pyarrow.dataset
 import pyarrow.parquet as pq
 
 from gym_capture.capture.records import IdArray, LogProbArray
-from gym_capture.data.schema import check_schema
+from gym_capture.data.copies import check_schema, conformed
 from gym_capture.errors import ConfigError, RecordError
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
@@ -175,9 +175,10 @@ def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterat
 
 def _rows(batch: Batch, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     # Lists of ids become arrays, all else is small.
+    present = [name for name in columns if name in batch.schema.names or name not in _MAY_LACK]
+    batch = conformed(batch.select(present))
     arrays = {name: batch.column(name) for name in ("token_ids", "loss_mask", "log_probs")}
-    lacking = _MAY_LACK.difference(batch.schema.names)
-    others = [name for name in columns if name not in arrays and name not in lacking]
+    others = [name for name in present if name not in arrays]
     for index, row in enumerate(batch.select(others).to_pylist()):
         yield row | {name: column[index].values for name, column in arrays.items()}
 

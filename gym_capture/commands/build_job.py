@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
+from gym_capture.commands.cluster import join_cluster
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -81,8 +82,6 @@ def command(
 
     Exits with 1 if there are rollouts and not a single one can be trained on.
     """
-    import ray
-
     from gym_capture.build.builder import BuildOptions
     from gym_capture.data import job
     from gym_capture.data.requests import groups_recorded
@@ -90,7 +89,7 @@ def command(
 
     console = Console(stderr=True)
     requests = None if rollouts is None else listed_rollouts(rollouts, console)
-    ray.init(log_to_driver=False, logging_level=logging.WARNING, ignore_reinit_error=True)
+    join_cluster(None, namespace=None)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     options = job.JobOptions(
         build=BuildOptions(strategy=strategy.value, delivery=delivery.value),

@@ -9,18 +9,29 @@ import threading
 from gym_capture.errors import ConfigError
 
 
-def join_cluster(address: str, *, namespace: str) -> None:
+def join_cluster(address: str | None, *, namespace: str | None) -> None:
     """Makes this process a driver of the cluster at `address`. Raises `ConfigError` if it cannot be reached.
 
-    `auto` means what it means to Ray: the cluster that `RAY_ADDRESS` names, else the one on this machine.
+    `auto` means what it means to Ray: the cluster that `RAY_ADDRESS` names, else the one on this machine. None: the
+    same, and if there is none, a cluster of this process alone; where it is a driver already, it stays what it is.
     """
     import ray
 
+    from gym_capture.cluster.reach import check_reachable
+
     terminated = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level="warning")
+        if address is not None or "RAY_ADDRESS" in os.environ:
+            check_reachable(address)
+        ray.init(
+            address=address,
+            namespace=namespace,
+            log_to_driver=False,
+            logging_level="warning",
+            ignore_reinit_error=address is None,
+        )
     except ConnectionError as error:
-        named = os.environ.get("RAY_ADDRESS", address) if address == "auto" else address
+        named = os.environ.get("RAY_ADDRESS", address) if address in (None, "auto") else address
         raise ConfigError(
             f"no Ray cluster at {named!r}: {error}. Is it the cluster that serves? One that was started with a token "
             "(Ray keeps it in ~/.ray/auth_token) takes drivers with RAY_AUTH_MODE=token only"

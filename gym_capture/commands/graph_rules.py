@@ -1,7 +1,7 @@
 """Rules for the graph's arguments that their schema leaves open, and Ray, vLLM or this machine can tell.
 
-Invariant: a problem is what no machine would take: a name that the installed Ray or vLLM does not know. What another
-machine may have - a folder, a secret - is only a warning where it is missing.
+Invariant: a problem is what no machine would take: a name or a value that the installed Ray or vLLM does not know. What
+another machine may have - a folder, a secret - is only a warning where it is missing.
 
 Flow: the `args` of one application, as they stand in the file -> `check` -> problems and warnings, each with its key.
 """
@@ -11,9 +11,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Final
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
+from pydantic.fields import FieldInfo
 from ray.serve.schema import RayActorOptionsSchema
 
 from gym_capture.auth import Keyring
@@ -21,6 +22,8 @@ from gym_capture.commands.config_findings import Findings, Location, dotted, nea
 from gym_capture.commands.model import SmallModel
 from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs, Object
+
+_ANY_TYPE: Final = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
 
 
 def check(args: Mapping[str, Any], at: Location) -> Findings:
@@ -45,6 +48,7 @@ def _unknown_to_vllm(args: Mapping[str, Any], at: Location) -> Iterator[str]:
         return  # a machine that checks files need not be one that serves
     fields = [field.name for field in dataclasses.fields(AsyncEngineArgs)]
     yield from (unknown((*at, "engine_args", key), fields) for key in engine_args if key not in fields)
+    yield from _wrong_for_vllm(engine_args, (*at, "engine_args"))
     registered = {
         "tool_parser": ToolParserManager.list_registered(),
         "reasoning_parser": ReasoningParserManager.list_registered(),
@@ -52,6 +56,27 @@ def _unknown_to_vllm(args: Mapping[str, Any], at: Location) -> Iterator[str]:
     for key, name in parsers.items():
         if name not in registered[key]:
             yield f"{dotted((*at, key))}: vLLM has no {name!r}{nearest(name, registered[key])}"
+
+
+def _wrong_for_vllm(engine_args: Mapping[str, Any], at: Location) -> Iterator[str]:
+    """Values that vLLM's own configurations would refuse when an engine starts, as far as each tells by itself."""
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig, SchedulerConfig
+
+    fields: dict[str, FieldInfo] = {}
+    for config in (ModelConfig, CacheConfig, ParallelConfig, SchedulerConfig):
+        fields = config.__pydantic_fields__ | fields  # the first one is whose it is
+    # What is not said, or null, vLLM finds out.
+    said = {key: value for key, value in engine_args.items() if key in fields and value is not None}
+    wanted: dict[str, Any] = {
+        key: (Annotated[fields[key].annotation, Field(), *fields[key].metadata], ...) for key in said
+    }
+    model = create_model("EngineArgs", __config__=_ANY_TYPE, **wanted)
+    try:
+        model.model_validate(said)
+    except ValidationError as error:
+        # Of alternatives each has its say; the first one is what is meant to be written.
+        first = {problem["loc"][0]: problem["msg"] for problem in reversed(error.errors(include_url=False))}
+        yield from (f"{dotted((*at, key))}: {first[key]}, got {said[str(key)]!r}" for key in reversed(first))
 
 
 def _not_here(args: Mapping[str, Any], at: Location) -> Iterator[str]:

@@ -20,9 +20,12 @@ from gym_capture.rollouts.jobfile import FORMAT_VERSION, JobFile, Named
 _VERSION: Final = "format_version"
 
 
-def read_job_file(path: Path | None, overrides: Iterable[tuple[str, Any]]) -> JobFile:
+def read_job_file(
+    path: Path | None, overrides: Iterable[tuple[str, Any]], *, options: Mapping[str, str] | None = None
+) -> JobFile:
     """The job in a file, or without one a job of `overrides` alone: values by their dotted keys, of which later ones
-    win. Raises `ConfigError`."""
+    win. `options`: by key, the option of the command line that an override came by. Raises `ConfigError`, which names
+    the option of a value that came by one, and the file for the others."""
     data: dict[str, Any] = {_VERSION: FORMAT_VERSION}
     if path is not None:
         data, problems = parse(_text(path))
@@ -32,8 +35,23 @@ def read_job_file(path: Path | None, overrides: Iterable[tuple[str, Any]]) -> Jo
         _set(data, key, value)
     problems = list(_problems(data))
     if problems:
-        raise _wrong(path, problems)
+        raise _wrong(path, problems, options or {})
     return JobFile.model_validate(data)
+
+
+def job_of_options(path: Path | None, given: Mapping[str, tuple[str, Any]], settings: Iterable[str] = ()) -> JobFile:
+    """The job of a command line. `given`: by option, the key that it sets and its value, None where it was not given;
+    `settings`: `key=value`, which win. Raises `ConfigError`."""
+    overrides: list[tuple[str, Any]] = []
+    options: dict[str, str] = {}
+    for option, (key, value) in given.items():
+        if value is not None:
+            overrides.append((key, value))
+            options[key] = f"{option} {value}"
+    for setting in settings:
+        overrides.append(overridden(setting))
+        options[overrides[-1][0]] = f"--set {setting}"
+    return read_job_file(path, overrides, options=options)
 
 
 def parse(text: str) -> tuple[dict[str, Any], list[str]]:
@@ -140,6 +158,17 @@ def _text(path: Path) -> str:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _wrong(path: Path | None, problems: list[str]) -> ConfigError:
+def _wrong(path: Path | None, problems: Iterable[str], options: Mapping[str, str] | None = None) -> ConfigError:
+    of_file, of_options = [], []
+    for problem in problems:
+        option = next((name for key, name in (options or {}).items() if _is_about(problem, key)), None)
+        if option is None:
+            of_file.append(problem)
+        else:
+            of_options.append(f"{option}: {problem}")
     where = "the job" if path is None else str(path)
-    return ConfigError(f"{where}: {'; '.join(problems)}")
+    return ConfigError("; ".join([*of_options, *([f"{where}: {'; '.join(of_file)}"] if of_file else [])]))
+
+
+def _is_about(problem: str, key: str) -> bool:
+    return problem.startswith((f"{key}:", f"{key}.", f"{key}["))

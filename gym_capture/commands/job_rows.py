@@ -2,7 +2,7 @@
 
 Invariant: every rollout of a built group has one row, however often the job was started; a group whose part was written
 and whose rows were not gets them in the next run. Rows are written beside the job, in order, and hold up neither its
-rollouts nor its parts.
+rollouts nor its parts. A group that cannot be projected has none, which is said in the end; the others have theirs.
 
 Flow: a part appears -> `GroupRows.written` queues it -> a thread reads it back, projects its rollouts
 (`trainer_bridge.nemo_rl`), joins what the job knows of each (`rollouts.rows`) and adds the lines.
@@ -20,6 +20,7 @@ from typing import Any
 import pyarrow.parquet as pq
 from pyarrow import fs
 from rich.console import Console
+from rich.markup import escape
 
 from gym_capture.commands.building import warn_of_left
 from gym_capture.data.group_files import StreamReport, WrittenGroup, write_groups
@@ -74,7 +75,7 @@ async def build_while_playing(
 
     progress.builds()
     async with rows.writing():
-        return await write_groups(
+        built = await write_groups(
             telling,
             source=source,
             out=out,
@@ -84,6 +85,10 @@ async def build_while_playing(
             on_kept=built,
             on_left=warn_of_left(console, out),
         )
+    for group_id, why in rows.failed.items():
+        text = f"group {group_id} has its trajectories, and no rows: {why}"
+        console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
+    return built
 
 
 class GroupRows:
@@ -99,6 +104,8 @@ class GroupRows:
         self._exchanges = exchanges
         self._outcomes: dict[str, RolloutRow] = {}
         self._queue: asyncio.Queue[WrittenGroup | None] = asyncio.Queue()
+        self.failed: dict[str, str] = {}
+        """Groups that have no rows, because of what is in them, and why."""
 
     def over(self, outcome: RolloutRow) -> None:
         """A rollout is over: its row is made once its group is built."""
@@ -131,7 +138,10 @@ class GroupRows:
                     for summary in group.summaries
                     if summary.rollout_id in self._outcomes
                 }
-                await asyncio.to_thread(self._add, file, group, outcomes)
+                try:
+                    await asyncio.to_thread(self._add, file, group, outcomes)
+                except RecordError as error:  # of this group's own: the others have theirs
+                    self.failed[group.group_id] = error.message
                 group = await self._queue.get()
         finally:
             file.close()

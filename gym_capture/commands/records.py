@@ -70,13 +70,17 @@ def group() -> None:
 def list_(directory: Directory, as_json: AsJson = False) -> None:
     """List the live rollouts: id, calls, generated ids, version, what masks them, and when their last call ended.
 
-    On a terminal a table; in a pipe or a file these columns with tabs between, without a head. Totals go to stderr.
+    On a terminal a table; in a pipe or a file these columns, named in the first line, with tabs between. Totals go to
+    stderr.
     """
     logs = _scan(directory)
     total = sum(len(log.report.rollouts) for log in logs)
     on_terminal = Console().is_terminal
     table = Table()
-    for column in ("rollout", "calls", "generated ids", "version", "incomplete", "problems", "last call"):
+    columns = ("rollout", "calls", "generated ids", "version", "incomplete", "problems", "last call")
+    if not (as_json or on_terminal):
+        typer.echo("\t".join(columns))
+    for column in columns:
         table.add_column(column, justify="right" if column in ("calls", "generated ids", "version") else "left")
     for snapshot in _with_progress(_snapshots(logs), total, "reading"):
         row = _row(snapshot)

@@ -30,7 +30,7 @@ from gym_capture.commands.loading import one_line
 from gym_capture.commands.submitted import logs, status, stop, submit
 from gym_capture.errors import ConfigError, StoreError
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.ledger import look, read_job
+from gym_capture.rollouts.ledger import check_writable, look, read_job
 
 if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
@@ -140,37 +140,36 @@ def run(
     Writes one line for each rollout to OUT/rollouts.jsonl and one for each failed attempt to OUT/failures.jsonl.
     Exits with 1 if rollouts failed for good.
     """
-    from gym_capture.commands.job_files import overridden, read_job_file
+    from gym_capture.commands.job_files import job_of_options
     from gym_capture.rollouts import patience
     from gym_capture.rollouts.progress import JobProgress
 
     given = {
-        "out": out,
-        "job_id": job_id,
-        "samples": samples,
-        "endpoint.url": url,
-        "endpoint.secret_file": secret_file,
-        "endpoint.ray_address": ray_address,
-        "endpoint.namespace": namespace,
-        "environment.name": environment,
-        "tasks.count": generate,
-        "tasks.seed": seed,
-        "tasks.file": tasks_file,
-        "harness.name": harness,
-        "harness.model": model,
-        "harness.max_calls": max_calls,
-        "harness.forced_calls": forced_calls,
-        "harness.max_tokens": max_tokens,
-        "harness.call_timeout_s": call_timeout_s,
-        "limits.concurrency": concurrency,
-        "limits.max_attempts": max_attempts,
-        "limits.rollout_timeout_s": rollout_timeout_s,
-        "limits.close_timeout_s": close_timeout_s,
+        "--out": ("out", out),
+        "--job-id": ("job_id", job_id),
+        "--samples": ("samples", samples),
+        "--url": ("endpoint.url", url),
+        "--secret-file": ("endpoint.secret_file", secret_file),
+        "--ray-address": ("endpoint.ray_address", ray_address),
+        "--namespace": ("endpoint.namespace", namespace),
+        "--environment": ("environment.name", environment),
+        "--generate": ("tasks.count", generate),
+        "--seed": ("tasks.seed", seed),
+        "--tasks": ("tasks.file", tasks_file),
+        "--harness": ("harness.name", harness),
+        "--model": ("harness.model", model),
+        "--max-calls": ("harness.max_calls", max_calls),
+        "--forced-calls": ("harness.forced_calls", forced_calls),
+        "--max-tokens": ("harness.max_tokens", max_tokens),
+        "--call-timeout-s": ("harness.call_timeout_s", call_timeout_s),
+        "--concurrency": ("limits.concurrency", concurrency),
+        "--max-attempts": ("limits.max_attempts", max_attempts),
+        "--rollout-timeout-s": ("limits.rollout_timeout_s", rollout_timeout_s),
+        "--close-timeout-s": ("limits.close_timeout_s", close_timeout_s),
     }
-    options = [(key, value) for key, value in given.items() if value is not None]
-    job = read_job_file(job_file, [*options, *map(overridden, set_ or ())])
+    job = job_of_options(job_file, given, set_ or ())
     if dry_run:
-        for line in patience.run(_planned(job, on)):
+        for line in patience.run(_planned(job, on, build_out)):
             typer.echo(line)
         return
     console = Console(stderr=True)
@@ -274,11 +273,14 @@ async def _play(
     return summaries[0], built
 
 
-async def _planned(job: JobFile, on: On) -> Sequence[str]:
+async def _planned(job: JobFile, on: On, build_out: str | None) -> Sequence[str]:
     """The plan of a job, in lines. Raises `ConfigError` for what could not be played."""
     from gym_capture.rollouts.job import identity, rollouts_of
     from gym_capture.rollouts.jobfile import prepare
 
+    check_writable(job.out)
+    if build_out is not None and "://" not in build_out:
+        check_writable(Path(build_out), "--build: trajectories cannot be written to")
     prepared = await prepare(job)
     await prepared.harness.close()
     found = read_job(job.out)

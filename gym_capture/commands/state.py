@@ -36,7 +36,8 @@ def stop(
     if served and not force:
         raise ConfigError(
             f"Serve runs {', '.join(served)} on this cluster, and a graph does not outlive its state actors: end it "
-            "first (Ctrl-C, or `serve shutdown`), or insist with --force"
+            "first - Ctrl-C in `serve run`, or, where that is gone (a `serve run` that got SIGTERM leaves its graph "
+            "running), `serve shutdown -y` - or insist with --force"
         )
     stopped = stop_shards(namespace=namespace)
     Console(stderr=True, highlight=False).print(f"state actors of namespace {namespace} ended: {stopped}")

@@ -76,10 +76,9 @@ def submit(
 
     A job that was interrupted goes on when it is submitted again with the same directory.
     """
-    from gym_capture.commands.job_files import overridden, read_job_file
+    from gym_capture.commands.job_files import job_of_options
 
-    given: list[tuple[str, Any]] = [] if out is None else [("out", out)]
-    job = read_job_file(job_file, [*given, *map(overridden, set_ or ())])
+    job = job_of_options(job_file, {"--out": ("out", out)}, set_ or ())
     for key, path in (("out", job.out), ("endpoint.secret_file", job.endpoint.secret_file)):
         if path is not None and not path.is_absolute():
             raise ConfigError(

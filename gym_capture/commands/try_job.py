@@ -84,10 +84,10 @@ def _run(
     json_file: Path | None,
 ) -> bool:
     """Whether every check held."""
-    from gym_capture.commands.job_files import overridden, read_job_file
+    from gym_capture.commands.job_files import job_of_options
 
     # What is wrong with it is said before anything slow is loaded.
-    job = read_job_file(job_file, map(overridden, settings))
+    job = job_of_options(job_file, {}, settings)
     from gym_capture.demo.job_report import checks, table, to_json
     from gym_capture.demo.processes import ChildProcesses
     from gym_capture.demo.progress import Phases

@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from gym_capture.capture.record_rows import row_json
+from gym_capture.data.schema import as_pairs, pairs_of
 from gym_capture.errors import ConfigError, RecordError
 
 ROWS_FILE: Final = "rows.jsonl"
@@ -34,8 +35,8 @@ ROW_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("detail", pa.string()),
         pa.field("agent_name", pa.string(), nullable=False),
         pa.field("reward", pa.float64(), nullable=False),
-        pa.field("reward_components", pa.map_(pa.string(), pa.float64())),
-        pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
+        pa.field("reward_components", pairs_of(pa.float64())),
+        pa.field("call_rewards", pairs_of(pa.float64())),
         pa.field("mask_sample", pa.bool_(), nullable=False),
         pa.field("mask_reasons", pa.large_list(pa.string()), nullable=False),
         # JSON
@@ -97,7 +98,7 @@ def write_table(directory: Path) -> None:
 
 def _flat(line: bytes) -> dict[str, Any]:
     row: dict[str, Any] = json.loads(line)
-    maps = {name: list(row[name].items()) if row.get(name) else None for name in ("reward_components", "call_rewards")}
+    maps = {name: as_pairs(row[name]) if row.get(name) else None for name in ("reward_components", "call_rewards")}
     nested = ("responses_create_params", "response", "_ng_token_capture")
     return {
         **row,

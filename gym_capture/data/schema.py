@@ -4,16 +4,16 @@ Invariant: every table of trajectories, from whichever path and however empty, h
 always be put together; a row is either trainable as it stands, or says `masked` and why. No rollout is without a row.
 
 Flow: `build` -> `rows` (one a trajectory, or a single one with empty lists if nothing could be built) -> `to_table` ->
-Parquet or Arrow batches -> `check_schema` in the reader.
+Parquet or Arrow batches -> `copies.check_schema` and `copies.conformed` in the reader.
 
 Lists have 64-bit offsets (`large_list`): a chunk of 32-bit ones holds at most 2**31 ids, and concatenating past that
-fails. The schema's metadata carries its version, which Parquet and Arrow IPC keep. Steps of Ray Data lose it: a table
+fails. The schema's metadata carries its version, which Parquet and Arrow IPC keep. Other tools lose it: a table
 without one is known by its columns, so a later version must not give a column of this one another meaning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -24,22 +24,18 @@ from gym_capture.build.builder import BuiltRollout
 from gym_capture.build.trajectories import Trajectory
 from gym_capture.capture.record_rows import row_json
 from gym_capture.capture.records import Snapshot
-from gym_capture.errors import RecordError, SchemaVersionError
+from gym_capture.errors import RecordError
 from gym_capture.reasons import reason_name
 
 Row: TypeAlias = dict[str, Any]
 
-TRAJECTORY_SCHEMA_VERSION: Final = 1
+TRAJECTORY_SCHEMA_VERSION: Final = 2
+"""In tables of version 1 the columns of pairs were maps."""
 
 _BYTES_PER_ID: Final = 4 + 1 + 4  # its id, its mask and its log probability
 _MOST_REPEATED_REASONS: Final = 1_000_000
 
 VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
-
-_HOW_TO_KEEP: Final = (
-    "; steps that handle rows as Python values lose types: use `map_batches` with `batch_format='pyarrow'`, or cast "
-    "the table to `gym_capture.data.schema.SCHEMA`"
-)
 
 _SPAN: Final = pa.struct(
     [("start", pa.int64()), ("end", pa.int64()), ("call_id", pa.string()), ("weight_version", pa.string())]
@@ -47,6 +43,13 @@ _SPAN: Final = pa.struct(
 _TENSOR: Final = pa.struct(
     [("dtype", pa.string()), ("shape", pa.large_list(pa.int64())), ("values", pa.large_binary())]
 )
+
+
+def pairs_of(value: pa.DataType) -> pa.DataType:
+    """Names with a value each. No map: Hugging Face's `datasets` refuses a file that has one, and pandas makes tuples
+    of its pairs that it cannot write."""
+    return pa.large_list(pa.struct([("key", pa.string()), ("value", value)]))
+
 
 SCHEMA: Final[pa.Schema] = pa.schema(
     [
@@ -65,7 +68,7 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("finish_reason", pa.string()),
         # Of the rollout: the same on each of its rows.
         pa.field("reward", pa.float64()),
-        pa.field("reward_components", pa.map_(pa.string(), pa.float64())),
+        pa.field("reward_components", pairs_of(pa.float64())),
         pa.field("advantage", pa.float64()),
         pa.field("masked", pa.bool_(), nullable=False),
         pa.field("mask_reasons", pa.large_list(pa.string()), nullable=False),
@@ -81,7 +84,7 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("generated_tokens_captured", pa.int64(), nullable=False),
         pa.field("generated_tokens_delivered", pa.int64(), nullable=False),
         pa.field("delivered_fraction", pa.float64(), nullable=False),
-        pa.field("excluded_tokens", pa.map_(pa.string(), pa.int64()), nullable=False),
+        pa.field("excluded_tokens", pairs_of(pa.int64()), nullable=False),
         # Arrays that ride along, as recorded; null where the engine gave none.
         pa.field("routed_experts", _TENSOR),
         pa.field("sampling_mask", _TENSOR),
@@ -98,7 +101,7 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("truncated", pa.bool_()),
         # Of the rollout: what the agent itself gave to single calls, by call id, as `spans` name them. No part of the
         # reward, and never spread over other calls. Null where it gave none.
-        pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
+        pa.field("call_rewards", pairs_of(pa.float64())),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
@@ -136,7 +139,7 @@ def rows(
         "rollout_id": built.rollout_id,
         "group_id": group_id,
         "reward": reward,
-        "reward_components": None if reward_components is None else list(reward_components.items()),
+        "reward_components": None if reward_components is None else as_pairs(reward_components),
         "advantage": advantage,
         "masked": built.masked or bool(extra_mask_reasons),
         "mask_reasons": [*built.mask_reasons, *extra_mask_reasons],
@@ -151,13 +154,13 @@ def rows(
         "generated_tokens_captured": counts.generated_tokens_captured,
         "generated_tokens_delivered": counts.generated_tokens_delivered,
         "delivered_fraction": counts.delivered_fraction,
-        "excluded_tokens": list(counts.excluded_tokens.items()),
+        "excluded_tokens": as_pairs(counts.excluded_tokens),
         "lost_tries": counts.lost_tries,
         "model": None if snapshot is None else next((entry.policy.model for entry in snapshot.entries), None),
         "agent_name": agent_name,
         "input": input_json,
         "truncated": truncated,
-        "call_rewards": None if call_rewards is None else list(call_rewards.items()),
+        "call_rewards": None if call_rewards is None else as_pairs(call_rewards),
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]
@@ -194,56 +197,6 @@ def with_advantages(table: pa.Table, advantages: npt.NDArray[np.float64]) -> pa.
     """The same rows, each with its advantage; NaN: it has none."""
     values = pa.array(advantages, type=SCHEMA.field("advantage").type, from_pandas=True)
     return table.set_column(SCHEMA.get_field_index("advantage"), SCHEMA.field("advantage"), values)
-
-
-def check_schema(schema: pa.Schema) -> None:
-    """Whether this version reads a table of trajectories: nothing, or an error that says what to do.
-
-    Raises `SchemaVersionError` for a table of a newer version, `RecordError` for one that is not of trajectories, i.e.
-    lacks a column, whether or not it says its version. Columns that it does not know are somebody's own.
-    """
-    text = (schema.metadata or {}).get(VERSION_KEY)
-    lost = "" if text is not None else "not a table of trajectories: its metadata has no schema version, and "
-    if text is not None and not text.isdigit():
-        raise RecordError(f"not a table of trajectories: its schema version is {text!r}", field="schema_version")
-    if text is not None and int(text) > TRAJECTORY_SCHEMA_VERSION:
-        raise SchemaVersionError(
-            f"trajectories of schema version {int(text)} were written by a newer gym-capture; this one reads up to "
-            f"{TRAJECTORY_SCHEMA_VERSION}: upgrade the reader, or build the trajectories again with this version",
-            field="schema_version",
-        )
-    for field in SCHEMA:
-        index = schema.get_field_index(field.name)
-        if index < 0 and field.name in OPTIONAL:
-            continue
-        if index < 0:
-            raise RecordError(f"{lost}the table of trajectories has no column {field.name!r}", field=field.name)
-        found = schema.field(index).type
-        if found != field.type and not (text is None and _holds_the_same(found, field.type)):
-            hint = _HOW_TO_KEEP if lost else ""
-            raise RecordError(
-                f"{lost}column {field.name!r} must be {field.type}: got {found}{hint}",
-                field=field.name,
-            )
-
-
-def _holds_the_same(found: pa.DataType, wanted: pa.DataType) -> bool:
-    """Whether types differ in nothing but what is lost with the metadata: width of offsets, names of elements."""
-    lists, texts = (pa.types.is_list, pa.types.is_large_list), (pa.types.is_string, pa.types.is_large_string)
-    binaries = (pa.types.is_binary, pa.types.is_large_binary)
-    if all(any(is_kind(each) for is_kind in lists) for each in (found, wanted)):
-        return _holds_the_same(found.value_type, wanted.value_type)
-    if pa.types.is_map(found) and pa.types.is_map(wanted):
-        pairs = ((found.key_type, wanted.key_type), (found.item_type, wanted.item_type))
-        return all(_holds_the_same(*pair) for pair in pairs)
-    if pa.types.is_struct(found) and pa.types.is_struct(wanted):
-        names = [[kind.field(i).name for i in range(kind.num_fields)] for kind in (found, wanted)]
-        return names[0] == names[1] and all(
-            _holds_the_same(found.field(i).type, wanted.field(i).type) for i in range(found.num_fields)
-        )
-    if any(all(any(is_kind(each) for is_kind in kinds) for each in (found, wanted)) for kinds in (texts, binaries)):
-        return True
-    return bool(found == wanted)
 
 
 def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
@@ -302,6 +255,16 @@ def _nothing(rollout_id: str) -> Row:
         "output_items": (),
         "token_item_indices": (),
     }
+
+
+def read_pairs(pairs: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What a row of a column of pairs (`reward_components`, ...) says, by name."""
+    return {pair["key"]: pair["value"] for pair in pairs}
+
+
+def as_pairs(values: Mapping[str, float]) -> list[Row]:
+    """`read_pairs` undoes it."""
+    return [{"key": key, "value": value} for key, value in values.items()]
 
 
 def tensor_value(array: npt.NDArray[Any] | None) -> Row | None:

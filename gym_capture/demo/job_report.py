@@ -16,6 +16,7 @@ from typing import Any, Final
 import pyarrow.parquet as pq
 from rich.table import Table
 
+from gym_capture.data.schema import read_pairs
 from gym_capture.demo.report import LARGEST_DIFFERENCE, Built, Check, Training, mean_and_std, read_built
 
 _COLUMNS: Final = (
@@ -56,7 +57,7 @@ def read_tried(trajectories: Path, *, training: Training | None, seconds: Mappin
     first_prompts = defaultdict(list)
     excluded = Counter[str]()
     for row in rows:
-        excluded.update(dict(row["excluded_tokens"]))
+        excluded.update(read_pairs(row["excluded_tokens"]))
         if row["spans"]:
             first_prompts[row["group_id"]].append(tuple(row["token_ids"][: row["spans"][0]["start"]]))
     mean_reward, reward_std = mean_and_std([row["reward"] for row in rows if row["reward"] is not None])

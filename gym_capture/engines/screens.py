@@ -156,7 +156,7 @@ class JsonScreen:
         self._form = form
         self._plain_id = plain_id
         self.calls: list[WrittenCall] = []
-        """Those that are over, in order."""
+        """Those that are over, in order, and in the end one that is not."""
         self._before = ""
         """The last text outside of JSON."""
         self._json: list[str] = []
@@ -181,7 +181,10 @@ class JsonScreen:
         return [] if self._call is not None and not self._call.is_in_order else self._released()
 
     def rest(self) -> list[Piece]:
-        """The pieces held at the end of the generation. A call that was cut before its name is none."""
+        """The pieces held at the end of the generation. A call that was cut before its name is none; one that lacks its
+        last brackets has the arguments that are written, as they stand."""
+        if self._call is not None and self._call.is_in_order and self._call.member in _ARGUMENTS:
+            self.calls.append(WrittenCall(None, "".join(self._json[self._call.value_start :]).strip()))
         if self._call is not None and self._call.is_misplaced:
             text = "".join(piece.text for piece in self._held)
             self._swaps.insert(0, (self._call.start, len(text), ""))
@@ -220,7 +223,9 @@ class JsonScreen:
                 self._read_outside(char, at)
                 return char
             if char == ":":
-                self._call = self._call.with_member("".join(self._json[self._string_start : -1]).strip('" \n'))
+                self._call = self._call.with_member(
+                    "".join(self._json[self._string_start : -1]).strip('" \n'), len(self._json)
+                )
         if is_left_out and self._call is not None:
             return ""
         return " " if self._form.one_line and char in "\r\n" else char
@@ -289,16 +294,18 @@ class _Call(NamedTuple):
     """How many brackets are open in it, its own included."""
     member: str | None = None
     """The key whose value comes, or came last."""
+    value_start: int = 0
+    """Where in its JSON that value begins."""
     is_in_order: bool = False
     is_misplaced: bool = False
     """It is known not to begin with its name."""
     is_over: bool = False
     """There is nothing more in it that a parser should see."""
 
-    def with_member(self, key: str) -> _Call:
+    def with_member(self, key: str, value_start: int) -> _Call:
         if self.member is not None:
-            return self._replace(member=key)
-        return self._replace(member=key, is_in_order=key == "name", is_misplaced=key != "name")
+            return self._replace(member=key, value_start=value_start)
+        return self._replace(member=key, value_start=value_start, is_in_order=key == "name", is_misplaced=key != "name")
 
 
 def _written_call(call: str) -> WrittenCall | None:

@@ -237,13 +237,18 @@ class VllmParser:
         yield ToolCallStart(self._calls[-1].position, call_id or _tool_call_id(), self._calls[-1].name)
 
     def _completed(self) -> Iterable[ReplyEvent]:
-        """Arguments of the last call, which is over: parsers that look for some say nothing of none."""
+        """Arguments of the last call, which is over: parsers that look for some say nothing of none, and of a call that
+        lacks its last brackets not all."""
         last = self._calls[-1]
-        if self._json is None or last.has_arguments or last.position >= len(self._json.calls):
+        if self._json is None or last.position >= len(self._json.calls):
             return
         written = self._json.calls[last.position]
-        if written.name in (None, last.name):  # a parser may have passed over one that is none
-            yield from last.add(written.arguments)
+        if written.name not in (None, last.name):  # a parser may have passed over one that is none
+            return
+        said = "".join(last.said)
+        if not said or (written.name is None and written.arguments.startswith(said)):
+            yield from last.add(written.arguments[len(said) :])
+            yield from last.rest()
 
 
 class _CallSoFar:
@@ -252,18 +257,19 @@ class _CallSoFar:
     def __init__(self, position: int, name: str) -> None:
         self.position = position
         self.name = name
-        self.has_arguments = False
+        self.said: list[str] = []
+        """Its arguments."""
         self._restorer = PartRestorer()
 
     def add(self, arguments: str) -> Iterable[ReplyEvent]:
-        self.has_arguments = self.has_arguments or bool(arguments)
-        text = self._restorer.feed(arguments)
-        if text:
-            yield ToolCallDelta(self.position, text)
+        yield from self._say(self._restorer.feed(arguments))
 
     def rest(self) -> Iterable[ReplyEvent]:
-        text = self._restorer.rest()
+        yield from self._say(self._restorer.rest())
+
+    def _say(self, text: str) -> Iterable[ReplyEvent]:
         if text:
+            self.said.append(text)
             yield ToolCallDelta(self.position, text)
 
 

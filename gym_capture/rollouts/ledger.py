@@ -17,6 +17,7 @@ import asyncio
 import fcntl
 import json
 import os
+import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -249,6 +250,18 @@ class Ledger:
                 "not count for this one: give what differs the values that it was started with to resume it, or choose "
                 "another directory with --out"
             )
+
+
+def check_writable(directory: Path, cannot: str = "a rollout job cannot be kept in") -> None:
+    """Raises `ConfigError` if nothing could be written there. Leaves nothing, and does not make the directory."""
+    there = directory.absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    try:
+        with tempfile.TemporaryFile(dir=there, buffering=0) as probe:
+            probe.write(b"\n")  # a disk that is full takes the name of a file, and no byte of it
+    except OSError as error:
+        raise ConfigError(f"{cannot} {directory}: {error.strerror}") from None
 
 
 class Found(NamedTuple):

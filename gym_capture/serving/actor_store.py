@@ -15,6 +15,7 @@ from uuid import uuid4
 
 import ray
 
+from gym_capture.cluster.reach import check_reachable
 from gym_capture.serving.state import connect, start_shards, stop_shards
 from gym_capture.serving.state_client import StateClient
 
@@ -43,6 +44,7 @@ class ActorStore(StateClient):
         """
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS", "local")
+            await asyncio.to_thread(check_reachable, address)
             await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level="error")
         namespace = f"actor-store-{uuid4().hex}"
 

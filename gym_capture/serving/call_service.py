@@ -27,7 +27,7 @@ from gym_capture.capture.records import (
 )
 from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall
-from gym_capture.conversation import AssistantTurn
+from gym_capture.conversation import AssistantTurn, Item
 from gym_capture.dialects import fields
 from gym_capture.engines.base import Engine, Generation
 from gym_capture.errors import (
@@ -217,11 +217,13 @@ class CallService:
         """Raises `ContextLengthError` for what is far too long: rendering it would hold up everybody else's calls."""
         limit, longest = self._engine.model.max_model_len, self._engine.model.longest_token
         # A template writes a token or more for each.
-        parts = len(request.conversation.items) + len(request.conversation.tools)
+        conversation = request.conversation
+        calls = sum(len(item.tool_calls) for item in conversation.items if isinstance(item, AssistantTurn))
+        parts = len(conversation.items) + len(conversation.tools) + calls
         if parts > limit:
             raise ContextLengthError(Overflow(parts, limit, is_at_least=True))
         size = _text_size(request)
-        # Twice: a tokenizer may normalize characters away.
+        # Twice: a tokenizer may normalize characters away, and a template write arguments in fewer than the client.
         if longest is not None and size > 2 * longest * limit:
             raise ContextLengthError(Overflow(-(-size // (2 * longest)), limit, is_at_least=True))
 
@@ -323,11 +325,20 @@ def _found_by(resolution: Resolution, fingerprint: Fingerprint) -> tuple[str, ..
 
 
 def _text_size(request: ModelRequest) -> int:
-    """Characters of what messages say; what tool calls and definitions add to it is left out."""
-    return len(request.raw_prompt or "") + sum(
-        len(item.text) + (len(item.reasoning) if isinstance(item, AssistantTurn) else 0)
-        for item in request.conversation.items
+    """Characters of what a conversation says: its messages, the arguments of calls, the tools that are offered."""
+    conversation = request.conversation
+    return (
+        len(request.raw_prompt or "")
+        + sum(map(_item_size, conversation.items))
+        + sum(len(tool.name) + len(tool.description) + len(tool.parameters_json) for tool in conversation.tools)
     )
+
+
+def _item_size(item: Item) -> int:
+    if not isinstance(item, AssistantTurn):
+        return len(item.text)
+    calls = sum(len(call.name) + len(call.arguments) for call in item.tool_calls)
+    return len(item.text) + len(item.reasoning) + calls
 
 
 def unknown_model(asked: str, served: str) -> UnknownModelError:

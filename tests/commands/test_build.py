@@ -19,10 +19,11 @@ from gym_capture import cli
 from gym_capture.build.builder import BuildOptions
 from gym_capture.capture.records import Snapshot
 from gym_capture.data import directory
+from gym_capture.data.copies import check_schema
 from gym_capture.data.directory import build_directory
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.requests import read_requests
-from gym_capture.data.schema import SCHEMA, check_schema
+from gym_capture.data.schema import SCHEMA
 
 
 def line(call_id: str, prompt: list[int], generation: list[int], *, rollout_id: str, **fields: Any) -> dict[str, Any]:
@@ -145,7 +146,7 @@ def test_rewards_come_from_a_list_of_rollouts(
         ("r1", "g", 0.0, pytest.approx(-1.0, abs=1e-3)),
         ("gone", "h", 0.0, 0.0),
     ]
-    assert dict(rows[0]["reward_components"]) == {"answer": 1.0}
+    assert rows[0]["reward_components"] == [{"key": "answer", "value": 1.0}]
     assert rows[2]["masked"]
     assert "cut off" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Names that Ray and vLLM do not know are problems; what only this machine lacks is a warning."""
+"""Names and values that Ray and vLLM do not know are problems; what only this machine lacks is a warning."""
 
 from __future__ import annotations
 
@@ -40,6 +40,14 @@ def test_sound_arguments_have_neither_problems_nor_warnings(tmp_path: Path) -> N
             "ray_actor_options.runtime_env.env_var: unknown key, did you mean `env_vars`?",
         ),
         ({"engine_args": {"max_model_length": 1}}, "engine_args.max_model_length: unknown key, did you mean"),
+        (
+            {"engine_args": {"max_model_len": -5}},
+            "engine_args.max_model_len: Input should be greater",
+        ),
+        ({"engine_args": {"dtype": "float33"}}, "engine_args.dtype: Input should be 'auto', 'half', "),
+        ({"engine_args": {"gpu_memory_utilization": 90}}, "engine_args.gpu_memory_utilization: Input should be less"),
+        ({"engine_args": {"tensor_parallel_size": 0}}, "engine_args.tensor_parallel_size: Input should be greater"),
+        ({"engine_args": {"max_num_seqs": "many"}}, "engine_args.max_num_seqs: Input should be a valid integer"),
         ({"tool_parser": "hermess"}, "tool_parser: vLLM has no 'hermess', did you mean `hermes`?"),
         ({"reasoning_parser": "qwen33"}, "reasoning_parser: vLLM has no 'qwen33', did you mean `qwen3`?"),
     ],
@@ -50,6 +58,11 @@ def test_a_name_that_nobody_knows_is_a_problem(args: dict[str, Any], problem: st
     ((found,), warnings) = check(SOUND | args, AT)
     assert found.startswith(f"args.{problem}")
     assert warnings == []
+
+
+def test_values_that_vllm_finds_out_by_itself_need_not_be_said() -> None:
+    left = {"max_model_len": None, "quantization": None, "max_num_seqs": None, "hf_overrides": {"a": 1}, "seed": 0}
+    assert check(SOUND | {"engine_args": left}, AT) == ([], [])
 
 
 def test_arguments_of_another_engine_are_left_to_it() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gym_capture.commands.check_configs import check_file
-from gym_capture.commands.job_files import check_job, is_job, overridden, parse, read_job_file
+from gym_capture.commands.job_files import check_job, is_job, job_of_options, overridden, parse, read_job_file
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.jobfile import JobFile
 
@@ -140,6 +140,27 @@ def test_options_win_over_the_file_and_say_the_same_thing_once(tmp_path: Path) -
     assert (job.tasks.file, job.tasks.count, job.tasks.seed) == (Path("a.jsonl"), None, None)
     from_file = job_file(tmp_path, SOUND.replace("{count: 3, seed: 1}", "{file: a.jsonl}"))
     assert read_job_file(from_file, [("tasks.count", 5)]).tasks.file is None
+
+
+@pytest.mark.parametrize(
+    ("given", "settings", "message"),
+    [
+        ({}, ["samples=three"], "^--set samples=three: samples: Input should be a valid integer[^;]*$"),
+        ({}, ["sampels=3"], r"^--set sampels=3: sampels: unknown key, did you mean `samples`\?$"),
+        ({}, ["limits={tries: 3}"], r"^--set limits={tries: 3}: limits.tries: unknown key[^;]*$"),
+        ({"--samples": ("samples", 0)}, [], "^--samples 0: samples: Input should be greater than 0$"),
+        ({"--seed": ("tasks.seed", None), "--samples": ("samples", 0)}, ["samples=-1"], "^--set samples=-1: samples: "),
+        ({}, ["samples=x"], "^--set samples=x: samples: .*; [^;]*job.yaml: limits.bad: unknown key$"),
+    ],
+)
+def test_what_an_option_set_wrongly_is_said_of_the_option(
+    tmp_path: Path, given: dict[str, tuple[str, Any]], settings: list[str], message: str
+) -> None:
+    both = "job.yaml" in message
+    path = job_file(tmp_path, SOUND.replace("concurrency: 2", "bad: 2") if both else SOUND)
+    with pytest.raises(ConfigError) as refused:
+        job_of_options(path, given, settings)
+    assert re.search(message, str(refused.value)), refused.value
 
 
 def test_options_alone_are_a_job() -> None:

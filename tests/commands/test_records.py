@@ -94,6 +94,7 @@ def test_rollouts_are_listed(state: Path, capsys: pytest.CaptureFixture[str]) ->
     assert records("list", state) == 0
     shown = capsys.readouterr()
     assert [line.split("\t") for line in shown.out.splitlines()] == [
+        ["rollout", "calls", "generated ids", "version", "incomplete", "problems", "last call"],
         ["r1", "2", "4", "4", "", "", "2023-11-14 22:13:20+00:00"],
         ["r2", "1", "2", "4", "dangling_intent 2x", "", "2023-11-14 22:13:20+00:00"],
         ["r3", "1", "2", "2", "", "", "2023-11-14 22:13:20+00:00"],
@@ -136,7 +137,7 @@ async def test_without_a_directory_the_records_of_a_graph_that_names_none_are_re
     await run_call(store, "r1", "c1")
     await store.close()
     assert records("list") == records("verify") == records("export", "--out", tmp_path / "out") == 0
-    assert capsys.readouterr().out.startswith("r1\t1\t")
+    assert capsys.readouterr().out.splitlines()[1].startswith("r1\t1\t")
     assert records("list", "--help") == 0
     assert "[default: (~/.cache/gym-capture/records)]" in " ".join(capsys.readouterr().out.split())
 

@@ -21,13 +21,15 @@ from openai.types.responses import Response
 from gym_capture import cli
 from gym_capture.commands.rollouts import _job_id, summarized
 from gym_capture.data.sources import SourceSpec
+from gym_capture.errors import RecordError
 from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
 from tests.data import made_rollouts
 from tests.rollouts.scripted_server import Call, serving, solve
 from tests.rollouts.unseen import Unseen
-from trainer_bridge.nemo_rl import contiguity_walk
+from trainer_bridge.finished import FinishedRollout
+from trainer_bridge.nemo_rl import contiguity_walk, project_group
 from trainer_bridge.stream import parquet_batches, read_rollouts
 
 
@@ -214,6 +216,31 @@ def test_groups_are_built_while_the_job_plays_and_once(
 
 
 @pytest.mark.usefixtures("in_a_thread")
+def test_a_group_whose_rows_cannot_be_made_costs_no_other_its_rows(
+    here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
+    monkeypatch.setattr("gym_capture.commands.rollouts._records", lambda namespace: made)
+    left: list[str] = []
+
+    def projected(finished: Sequence[FinishedRollout]) -> list[dict[str, Any]]:
+        left.append(finished[0].group_id)
+        if len(left) == 1:
+            raise RecordError("is not to be projected", field="reward", rollout_id=finished[0].rollout_id)
+        return project_group(finished)
+
+    monkeypatch.setattr("gym_capture.commands.job_rows.project_group", projected)
+    assert run_command("--build", "out") == 0
+    rows = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
+    assert {row["group_id"] for row in rows} == {left[1]}
+    assert f"warning: group {left[0]} has its trajectories, and no rows: is not to be" in capsys.readouterr().err
+    assert len(list(here.glob("out/part-*"))) == 2
+    assert run_command("--build", "out") == 0  # and gets them, once that can be done
+    rows = [json.loads(line) for line in (here / "job" / "rows.jsonl").read_text().splitlines()]
+    assert Counter(row["group_id"] for row in rows) == dict.fromkeys(left[:2], 2)
+
+
+@pytest.mark.usefixtures("in_a_thread")
 def test_failed_rollouts_have_no_reward_and_the_command_fails(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from aiohttp import web
 
@@ -252,6 +279,16 @@ def test_a_dry_run_says_what_would_run(here: Path, capsys: pytest.CaptureFixture
     (here / "job").mkdir()
     (here / "job" / "job.json").write_text(json.dumps({"job_id": "job-1", "format_version": 2}))
     assert planned()["out"].startswith("job: REFUSED, it holds another job: environment.name: nothing -> ")
+
+
+@pytest.mark.parametrize("options", [["--out", "file/job"], ["--build", "file/built"], ["--out", "/proc/job"]])
+def test_a_dry_run_says_that_a_directory_cannot_be_written(
+    here: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    (here / "file").touch()
+    assert ended(["rollouts", "run", "job.yaml", "--dry-run", *options]) == 2
+    assert options[1] in capsys.readouterr().err
+    assert sorted(path.name for path in here.iterdir()) == ["file", "job.yaml"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

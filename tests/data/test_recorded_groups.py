@@ -75,7 +75,7 @@ def test_groups_and_rewards_are_those_on_record(log: Path, tmp_path: Path) -> No
         "scored": "scored",
     }
     assert rows["a-won"]["reward"] == 1.0
-    assert rows["a-won"]["reward_components"] == [("speed", 0.5)]
+    assert rows["a-won"]["reward_components"] == [{"key": "speed", "value": 0.5}]
     assert rows["a-won"]["advantage"] == pytest.approx(1.0, abs=1e-5)
     assert rows["a-lost"]["advantage"] == pytest.approx(-1.0, abs=1e-5)
     assert (rows["a-won"]["input"], rows["a-failed"]["input"]) == ('"count to 3"', None)

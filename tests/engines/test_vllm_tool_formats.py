@@ -119,6 +119,27 @@ def begins(call: ToolCall, given: dict[str, Any]) -> bool:
     return any(spelling.startswith(said) for spelling in spellings) and (said != "{}" or not given)
 
 
+@pytest.mark.parametrize("arguments", ['{"a": 1}', '{"a": {"b": "}"}', '{"a": '])
+@pytest.mark.parametrize("parser", ["llama3_json", "llama4_json"])
+def test_a_call_without_its_last_brackets_has_the_arguments_that_are_written(parser: str, arguments: str) -> None:
+    """A call without arguments is another one: it was recorded, and the agent ran it."""
+    form = Format(parser, None, TOKENS, f'{{"name": "f", "parameters": {arguments}')
+    ids = ids_of(form, form.text)
+    for ends in ((), range(1, len(ids))):
+        (call,) = turn(read(form, ids, ends)).tool_calls
+        assert (call.name, call.arguments) == ("f", arguments.strip())
+
+
+@pytest.mark.parametrize("parser", ["hermes", "longcat", "qwen3_json"])
+def test_arguments_that_are_no_json_are_shown_as_they_are_and_no_call_is_lost(parser: str) -> None:
+    written = TOOL_FORMATS[parser].write([("f", {"a": 1}), ("g", {"b": 2}), ("h", {"c": 3})])
+    form = Format(parser, None, TOKENS, written.replace('{"b": 2}}', '{"b": }'))
+    ids = ids_of(form, form.text)
+    for ends in ((), range(1, len(ids))):
+        made = [(call.name, call.arguments) for call in turn(read(form, ids, ends)).tool_calls]
+        assert made == [("f", '{"a": 1}'), ("g", '{"b": }'), ("h", '{"c": 3}')]
+
+
 @pytest.mark.parametrize("ends", [(), None], ids=["whole", "token by token"])
 def test_what_cannot_be_read_stays_text(ends: tuple[int, ...] | None) -> None:
     """vLLM's reader of this format ends at the first bracket outside of a string."""

@@ -91,5 +91,6 @@ def test_the_state_of_a_graph_that_is_served_is_not_stopped(graph: Graph) -> Non
     refused = gym_capture("state", "stop", "--namespace", graph.namespace)
     assert refused.returncode == 2
     assert "Serve runs gym-capture on this cluster" in refused.stderr
+    assert "`serve shutdown -y`" in refused.stderr
     assert "--force" in refused.stderr
     assert httpx.get(f"{graph.url}/healthz", trust_env=False).status_code == 200

@@ -23,6 +23,7 @@ _PRIVATE = {
         "ray.serve._private.constants",
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM",
     ): "warning of an HAProxy that misses who leaves",
+    ("ray._private.services", "canonicalize_bootstrap_address"): "knowing at once that a cluster is not there",
     ("ray._private.worker", "global_worker"): "draining: knowing that Serve wants this replica to end",
 }
 _PACKAGE = Path(gym_capture.__file__).parent

@@ -70,6 +70,43 @@ async def test_a_prompt_that_is_far_too_long_is_not_even_rendered(
     assert len((await replica.state.snapshot()).entries) == 1
 
 
+def _call(arguments: str) -> dict[str, Any]:
+    return {"id": "c1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def _called(*calls: dict[str, Any]) -> list[dict[str, Any]]:
+    said: list[dict[str, Any]] = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": list(calls)}]
+    return [*said, *({"role": "tool", "tool_call_id": "c1", "content": "y"} for _ in calls)]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": _called(_call('{"a": "' + "x" * 1280 + '"}'))},
+        {"messages": _called(*[_call("{}")] * 40)},
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [
+                {"type": "function", "function": {"name": "f", "parameters": {"description": "x" * 1280}}},
+            ],
+        },
+        {
+            "messages": [{"role": "user", "content": "x"}],
+            "tools": [{"type": "function", "function": {"name": "f", "description": "x" * 1280, "parameters": {}}}],
+        },
+    ],
+    ids=["arguments", "calls", "schema", "description"],
+)
+async def test_tools_and_their_calls_are_bounded_like_text(
+    template: HfChatTemplate, monkeypatch: pytest.MonkeyPatch, body: dict[str, Any]
+) -> None:
+    replica = Replica(template, always(PLAIN), max_model_len=64, longest_token=10)
+    monkeypatch.setattr(template, "render", None)  # a call of it would be a 500
+    response = await replica.http.post("/ng-rollout/r1/v1/chat/completions", json={"model": "policy", **body})
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("body", "named"),
     [
