@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from gym_capture.build.trajectories import Span
 from gym_capture.errors import ConfigError
 from trainer_bridge.batching import StepBatch, step_batch
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
@@ -58,7 +59,7 @@ def sequence(*, prompt: int = 3, generated: int = 5, seed: int = 0, **changes: A
         loss_mask=np.arange(prompt + generated) >= prompt,
         log_probs=np.where(np.arange(prompt + generated) >= prompt, np.float32(-4.0), np.float32(0.0)),
         finish_reason="stop",
-        weight_versions=frozenset({"1"}),
+        spans=(Span(prompt, prompt + generated, "c", "1"),),
     )
     return replace(made, **changes)
 
