@@ -8,8 +8,8 @@ For a rollout with reward r in a group of n whose unmasked rewards have mean m a
 
     population_std    (r - m) / (s + 1e-6),  s over n           GRPO (DeepSeekMath, arXiv:2402.03300, 4.1.2)
     sample_std        (r - m) / (s + 1e-6),  s over n - 1       GRPO, as torch's `std` computes it
-    none              r - m                                     Dr. GRPO (arXiv:2503.20783, 3.2)
-    leave_one_out     r - mean of the others = n / (n - 1) (r - m)   RLOO (arXiv:2402.14740, 3.3)
+    none              r - m                                     Dr. GRPO (arXiv:2503.20783)
+    leave_one_out     r - mean of the others = n / (n - 1) (r - m)   RLOO (arXiv:2402.14740)
 
 A group with one unmasked rollout has nothing to compare it with: its advantage is 0, as are those of a group whose
 rewards are all the same. Whatever the rewards, nothing overflows on the way; an advantage without a scale that a
