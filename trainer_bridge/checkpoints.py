@@ -20,9 +20,11 @@ import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Final
 
 import torch
+from safetensors import SafetensorError
 
 from gym_capture.durable_files import sync_directory
 from gym_capture.errors import ConfigError
@@ -93,7 +95,7 @@ def restore(folder: Path, trainer: GrpoTrainer) -> Progress:
             .state_dict()
         )
         progress = Progress(**state["progress"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, UnpicklingError, SafetensorError) as error:
         raise ConfigError(f"{folder} is no checkpoint that can be read: {' '.join(str(error).split())}") from error
     own = trainer.model.state_dict()
     with torch.no_grad():

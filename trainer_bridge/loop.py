@@ -51,6 +51,8 @@ class LoopOptions:
     """Steps; there is one at the end, too."""
     keep: int = 2
     """Checkpoints."""
+    plots: bool = True
+    """Draw the metrics beside each checkpoint, if matplotlib is installed."""
 
 
 class Trainer:
@@ -75,9 +77,8 @@ class Trainer:
         found = checkpoints.latest(self._run / CHECKPOINTS)
         if found is not None:
             self.progress = checkpoints.restore(found, self.grpo)
-        lines = self._lines()
-        kept = [line for line in lines if json.loads(line)["step"] <= self.progress.step]
-        if len(kept) < len(lines):
+        kept = [text for text in self._lines() if json.loads(text)["step"] <= self.progress.step]
+        if (self._run / METRICS).exists():
             replace_file(self._run / METRICS, "".join(kept).encode())
         return found is not None
 
@@ -130,7 +131,8 @@ class Trainer:
             tokenizer_from=self._tokenizer_from,
             keep=self._options.keep,
         )
-        write_plots([json.loads(text) for text in self._lines()], self._run / _PLOTS)
+        if self._options.plots:
+            write_plots([json.loads(text) for text in self._lines()], self._run / _PLOTS)
         return self.progress.step
 
     def _lines(self) -> list[str]:

@@ -79,7 +79,8 @@ def log_ratio(
         raise ValueError("a ratio of sequences needs sequence_N")
     _, number_N, count_S = torch.unique(sequence_N, return_inverse=True, return_counts=True)
     total_S = torch.zeros(len(count_S), dtype=difference_N.dtype, device=difference_N.device)
-    return (total_S.index_add(0, number_N, difference_N) / count_S)[number_N]
+    mean_S: torch.Tensor = total_S.index_add(0, number_N, difference_N) / count_S
+    return mean_S[number_N]
 
 
 def kl(current_N: torch.Tensor, reference_N: torch.Tensor) -> torch.Tensor:

@@ -33,7 +33,7 @@ def write_plots(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
     from matplotlib.figure import Figure
 
     rows = math.ceil(len(series) / _COLUMNS)
-    figure = Figure(figsize=(4.5 * _COLUMNS, 2.6 * rows), layout="constrained")
+    figure = Figure(figsize=(4.5 * _COLUMNS, 2.6 * rows))
     for number, (name, points) in enumerate(series.items(), start=1):
         axes = figure.add_subplot(rows, _COLUMNS, number)
         axes.plot(*zip(*points, strict=True), marker="." if len(points) < 50 else "", linewidth=1.2)
@@ -41,6 +41,7 @@ def write_plots(lines: Sequence[Mapping[str, Any]], path: Path) -> bool:
         axes.set_xlabel("step", fontsize=8)
         axes.grid(alpha=0.3)
     drawn = io.BytesIO()
+    figure.tight_layout()
     FigureCanvasAgg(figure)
     figure.savefig(drawn, format="png")
     replace_file(path, drawn.getvalue())

@@ -114,7 +114,6 @@ def command(
     options.check_temperature(temperature)
     for folder in (model, *([] if reference is None else [reference])):
         options.check_model(folder)
-    _check_run(out, {"model": str(model.resolve()), "data": data})
     options.check_device(device)
 
     from transformers.utils import logging
@@ -154,6 +153,7 @@ def command(
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
     count_rows(data)  # all of it can be read, before anything is loaded
+    _begin(out, {"model": str(model.resolve()), "data": data})
     console = Console(soft_wrap=True, highlight=False)
     made = 0
     with options.progress_bar() as bar:
@@ -193,7 +193,7 @@ def _groups(data: str, epochs: int) -> Iterator[tuple[TrainRollout, ...]]:
         yield from groups_of(read_rollouts(parquet_batches(data)))
 
 
-def _check_run(out: Path, begun_with: dict[str, str]) -> None:
+def _begin(out: Path, begun_with: dict[str, str]) -> None:
     """Makes the folder say what it is of. Raises `ConfigError` if it is of something else."""
     path = out / "run.json"
     try:

@@ -261,6 +261,67 @@ def test_importance_corrects_for_what_generated_and_is_capped(cap: float | None,
     assert found == pytest.approx((-importance, -importance), abs=1e-5)
 
 
+def test_masked_importance_drops_a_token_and_truncated_caps_it() -> None:
+    off = -1.0 - math.log(3.0)
+    for low, generation in ((0.0, off), (0.9, -0.8)):
+        masked = LossOptions(importance="mask", importance_cap=2.0, importance_floor=low)
+        found = terms(-1.0, prev=-1.0, generation=generation, advantage=1.0, options=masked)
+        assert found == pytest.approx((0.0, 0.0), abs=1e-6)
+    kept = LossOptions(importance="mask", importance_cap=2.0, importance_floor=0.5)
+    ratio = math.exp(-0.2)
+    found = terms(-1.0, prev=-1.0, generation=-0.8, advantage=1.0, options=kept)
+    assert found == pytest.approx((-ratio, -ratio), abs=1e-5)
+    unused = LossOptions(importance="none")
+    found = terms(-1.0, prev=-1.0, generation=off, advantage=1.0, options=unused)
+    assert found == pytest.approx((-1.0, -1.0), abs=1e-6)
+
+
+def test_a_ratio_of_sequences_is_the_mean_over_each_trajectory() -> None:
+    """GSPO: the trajectory is clipped as one."""
+    options = LossOptions(ratio="sequence", clip_high=0.28)
+    current = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    prev = torch.tensor([-1.0 - 0.6, -1.0, -1.0 - 0.1])  # means: 0.3, 0.3, 0.1
+    loss = clipped_loss(
+        current,
+        prev_N=prev,
+        generation_N=prev,
+        advantage_N=torch.ones(3),
+        weight_N=torch.ones(3),
+        options=options,
+        sequence_N=torch.tensor([7, 7, 9]),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.28 * 2 + math.exp(0.1)), abs=1e-5)
+    assert current.grad is not None
+    assert current.grad.tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1)], abs=1e-5)
+
+
+def test_the_divergence_from_the_reference_holds_the_weights_back() -> None:
+    options = GrpoOptions(lr=1e-3, updates_per_step=8, loss=LossOptions(clip_high=100.0))
+
+    def moved(coefficient: float) -> StepMetrics:
+        loss = replace(options.loss, kl_coefficient=coefficient)
+        trainer = GrpoTrainer(model(), replace(options, loss=loss), reference=model())
+        return trainer.step([rollout(sampled_by(trainer.model, sequence()))])
+
+    free, held = moved(0.0), moved(20.0)
+    assert free.kl is not None
+    assert held.kl is not None
+    assert 0 < held.kl < free.kl / 2
+    with pytest.raises(ConfigError, match="needs a reference"):
+        GrpoTrainer(model(), GrpoOptions(loss=LossOptions(kl_coefficient=0.1)))
+
+
+def test_entropy_is_that_of_the_distributions_at_their_temperature() -> None:
+    policy = model()
+    made = sequence(prompt=3, generated=4)
+    with torch.no_grad():
+        logits = policy(input_ids=torch.from_numpy(made.token_ids.astype(np.int64))[None]).logits[0, 2:-1]
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().mean().item()
+    metrics = GrpoTrainer(policy, GrpoOptions(lr=0.0, selection=Selection(temperature=0.5))).step([rollout(made)])
+    assert metrics.entropy == pytest.approx(expected, abs=1e-4)
+
+
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 

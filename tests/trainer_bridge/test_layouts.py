@@ -141,12 +141,12 @@ def test_blocks_for_flex_attention_are_the_mask_of_the_tree() -> None:
     policy = model()
     rows = [row_of(5), Row(np.array([0, 0, 7, 8], dtype=np.int32), np.array([3]), 1, 1), row_of(3)]
     (micro_batch,) = lay_out(rows, "tree", tokens=100, pad_id=0)
-    end_B_T = micro_batch.subtree_end_B_T
-    assert end_B_T is not None
-    dense = Scorer(policy)._mask(end_B_T)[0, 0]
+    ends = micro_batch.subtree_end_B_T
+    assert ends is not None
+    dense = Scorer(policy)._mask(ends)[0, 0]
     policy.config._attn_implementation = "flex_attention"
-    blocks = Scorer(policy)._mask(end_B_T)
-    at = torch.arange(end_B_T.shape[1])
+    blocks = Scorer(policy)._mask(ends)
+    at = torch.arange(ends.shape[1])
     zero = torch.tensor(0)
     assert torch.equal(blocks.mask_mod(zero, zero, at[:, None], at[None]), dense)
     assert blocks.shape == (1, 1, 7, 7)
