@@ -47,6 +47,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
     Command("build-job", "build_job", "Build trajectories on a cluster from a graph's records: the Ray Data job."),
     Command("export", "export", "Export built trajectories to the files that a trainer reads."),
+    Command("train", "train", "Train the reference GRPO trainer over built trajectories, with checkpoints."),
     Command("train-step", "train_step", "Train one step of the reference GRPO trainer on built trajectories."),
     Command("model", "model", "Prepare a small model folder from a package, without a hub."),
     Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),

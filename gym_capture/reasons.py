@@ -527,6 +527,26 @@ class LeftOutReason(Reason):
         "Give the agent a higher limit, or train without overlong filtering.",
     )
     NO_ADVANTAGE = ("no_advantage", "The rollout has no advantage.", "Build with groups and rewards.")
+    TOO_LONG = (
+        "too_long",
+        "A trajectory of the rollout is longer than the step takes, or than the model has positions for.",
+        "Raise `--max-sequence-tokens`, or limit the agent's turns; nothing is cut to fit.",
+    )
+    GREEDY = (
+        "greedy",
+        "A call of the rollout was sampled at temperature 0: there is no distribution to take a gradient of.",
+        "Pin `temperature` in the graph (`sampling_pin`).",
+    )
+    NO_SPREAD = (
+        "no_spread",
+        "All rollouts of its group have an advantage of 0, and the step leaves such groups out.",
+        "Nothing, if they are few; else the tasks are too easy or too hard for the policy, or groups have one rollout.",
+    )
+    LOGPROB_MISMATCH = (
+        "logprob_mismatch",
+        "The trainer's log probabilities of one of its trajectories are too far from those it was sampled with.",
+        "If it is most rollouts, the trainer has other weights, or assumes another distribution, than the engine had.",
+    )
     NO_TRAINED_TOKENS = (
         "no_trained_tokens",
         "None of its tokens has a loss and a finite log probability.",
@@ -558,7 +578,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind("template_rule", "Rules for messages", "a record's `normalized`, `/stats` (`rules`)", TemplateRule),
     Kind("request_rule", "Rules for requests", "a record's `normalized`, `/stats` (`rules`)", RequestRule),
     Kind("attempt", "Failed attempts", "`rollouts.jsonl`, `mask_reasons` (behind `incomplete`)", AttemptFailure),
-    Kind("left_out", "Rollouts that a step left out", "`train-step` (`left out`)", LeftOutReason),
+    Kind("left_out", "Rollouts that a step left out", "`train`, `train-step` (`left out`)", LeftOutReason),
 )
 
 

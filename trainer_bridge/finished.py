@@ -15,8 +15,8 @@ from dataclasses import dataclass, fields
 from typing import Any, Final, TypeAlias
 
 from gym_capture.build.builder import BuildCounts
-from gym_capture.build.trajectories import Span, Trajectory
-from gym_capture.data.schema import read_pairs, read_tensor
+from gym_capture.build.trajectories import Trajectory
+from gym_capture.data.schema import read_pairs, read_spans, read_tensor
 from gym_capture.errors import RecordError
 from trainer_bridge.stream import Batch, rows_by_rollout
 
@@ -27,7 +27,8 @@ _COUNTS: Final = tuple(field.name for field in fields(BuildCounts))
 COLUMNS: Final = (
     *("rollout_id", "group_id", "trajectory_id", "is_main", "call_ids", "token_ids", "loss_mask", "log_probs", "spans"),
     *("finish_reason", "reward", "reward_components", "masked", "mask_reasons", "routed_experts", "sampling_mask"),
-    *("output_items", "token_item_indices", "model", "agent_name", "input", "call_rewards"),
+    *("output_items", "token_item_indices", "model", "agent_name", "input", "call_rewards", "span_sampling"),
+    *("sample", "attempt"),
     *_COUNTS,
 )
 """The columns of a table of trajectories that exporters read."""
@@ -68,6 +69,9 @@ class FinishedRollout:
     """The task as it was given to the agent: `input` of a Responses request. None: nobody said."""
     call_rewards: Mapping[str, float]
     """The agent's own rewards of single calls, by call id: no part of the reward."""
+    sample: int | None = None
+    attempt: int | None = None
+    """Which sample of its task it is, from 0, and which attempt at it, from 1. None: nobody said."""
 
 
 def read_finished(batches: Iterable[Batch]) -> Iterator[FinishedRollout]:
@@ -105,6 +109,8 @@ def _finished(rows: Sequence[dict[str, Any]]) -> FinishedRollout:
         agent_name=first["agent_name"],
         input=None if task is None else json.loads(task),
         call_rewards=read_pairs(first.get("call_rewards") or ()),
+        sample=first.get("sample"),
+        attempt=first.get("attempt"),
     )
 
 
@@ -129,7 +135,7 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         token_ids=row["token_ids"].to_numpy(),
         loss_mask=row["loss_mask"].to_numpy(zero_copy_only=False),
         log_probs=row["log_probs"].to_numpy(zero_copy_only=False),
-        spans=tuple(Span(span["start"], span["end"], span["call_id"], span["weight_version"]) for span in row["spans"]),
+        spans=read_spans(row["spans"], row.get("span_sampling")),
         finish_reason=row["finish_reason"],
         routed_experts=read_tensor(row["routed_experts"]),
         sampling_mask=read_tensor(row["sampling_mask"]),

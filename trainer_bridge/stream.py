@@ -9,9 +9,9 @@ Flow: `parquet_batches(directory)` or the batches of a Ray dataset -> `read_roll
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
@@ -21,8 +21,10 @@ import pyarrow as pa
 import pyarrow.dataset
 import pyarrow.parquet as pq
 
+from gym_capture.build.trajectories import Span
 from gym_capture.capture.records import IdArray, LogProbArray
 from gym_capture.data.copies import check_schema, conformed
+from gym_capture.data.schema import read_pairs, read_spans
 from gym_capture.errors import ConfigError, RecordError
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
@@ -30,9 +32,10 @@ Batch: TypeAlias = pa.Table | pa.RecordBatch
 TRAIN_COLUMNS: Final = (
     *("trajectory_id", "is_main", "token_ids", "loss_mask", "log_probs", "spans", "finish_reason"),
     *("rollout_id", "group_id", "reward", "advantage", "masked", "mask_reasons", "truncated"),
+    *("span_sampling", "sample", "attempt", "call_rewards"),
 )
 """The columns of a table of trajectories that a training loop reads."""
-_MAY_LACK: Final = frozenset({"truncated"})
+_MAY_LACK: Final = frozenset({"truncated", "span_sampling", "sample", "attempt", "call_rewards"})
 """Columns that can be done without, in tables that were built before them."""
 
 
@@ -49,8 +52,13 @@ class TrainSequence:
     log_probs: LogProbArray
     """float32 [T]. As sampled where `loss_mask` is true; NaN there if it is not known."""
     finish_reason: str | None
-    weight_versions: frozenset[str]
-    """Versions of the weights that sampled, where they are known."""
+    spans: tuple[Span, ...] = ()
+    """The segments with loss: the call, the version of the weights and the sampling parameters of each."""
+
+    @property
+    def weight_versions(self) -> frozenset[str]:
+        """Versions of the weights that sampled, where they are known."""
+        return frozenset(span.weight_version for span in self.spans if span.weight_version is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -66,6 +74,11 @@ class TrainRollout:
     mask_reasons: tuple[str, ...]
     outgrown: bool = False
     """Its conversation outgrew the model's context: a further call was refused."""
+    sample: int | None = None
+    attempt: int | None = None
+    """Which sample of its task it is, from 0, and which attempt at it, from 1. None: nobody said."""
+    call_rewards: Mapping[str, float] = field(default_factory=dict)
+    """The agent's own rewards of single calls, by call id as in `spans`: no part of the reward or the advantage."""
 
     @property
     def truncated(self) -> bool:
@@ -194,6 +207,9 @@ def _rollout(rows: Sequence[dict[str, Any]]) -> TrainRollout:
         masked=first["masked"],
         mask_reasons=tuple(first["mask_reasons"]),
         outgrown=bool(first.get("truncated")),
+        sample=first.get("sample"),
+        attempt=first.get("attempt"),
+        call_rewards=read_pairs(first.get("call_rewards") or ()),
     )
 
 
@@ -216,7 +232,5 @@ def _sequence(row: dict[str, Any]) -> TrainSequence:
         loss_mask=row["loss_mask"].to_numpy(zero_copy_only=False),
         log_probs=row["log_probs"].to_numpy(zero_copy_only=False),
         finish_reason=row["finish_reason"],
-        weight_versions=frozenset(
-            span["weight_version"] for span in row["spans"] if span["weight_version"] is not None
-        ),
+        spans=read_spans(row["spans"], row.get("span_sampling")),
     )

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gym_capture.build.sampling import Sampling, sampling_of
 from gym_capture.capture.records import IdArray, LogProbArray, TokenEntry
 from gym_capture.reasons import MaskReason, join_reason
 
@@ -27,6 +28,8 @@ class Span:
     end: int
     call_id: str
     weight_version: str | None
+    sampling: Sampling | None = None
+    """How the call sampled; None: not on record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -163,11 +166,11 @@ def _misaligned(segments: Sequence[Segment]) -> list[str]:
 
 
 def _spans(entry: TokenEntry, begin: int, end: int) -> list[Span]:
-    call_id = entry.model_call_id
+    call_id, sampling = entry.model_call_id, sampling_of(entry.request.sampling)
     if not entry.policy.weight_versions:
-        return [Span(begin, end, call_id, None)]
+        return [Span(begin, end, call_id, None, sampling)]
     return [
-        Span(begin + span.start, begin + span.end, call_id, span.version)
+        Span(begin + span.start, begin + span.end, call_id, span.version, sampling)
         for span in entry.policy.weight_versions
         if span.end > span.start
     ]

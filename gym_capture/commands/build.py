@@ -52,7 +52,7 @@ def command(
         bool, typer.Option(help="Whether requested models other than the one that generated most are side calls.")
     ] = True,
     scale: Annotated[
-        Literal["none", "population_std", "sample_std"],
+        Literal["none", "population_std", "sample_std", "leave_one_out"],
         typer.Option(help="What a group's centered rewards are divided by."),
     ] = "population_std",
     vocab_size: Annotated[int | None, typer.Option(min=1, help="Mask rollouts with ids from here on.")] = None,

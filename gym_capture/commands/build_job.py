@@ -43,11 +43,12 @@ class Delivery(StrEnum):
 
 
 class AdvantageScale(StrEnum):
-    """The divisor of a group's centered rewards."""
+    """How the rewards of a group are compared."""
 
     NONE = "none"
     POPULATION_STD = "population_std"
     SAMPLE_STD = "sample_std"
+    LEAVE_ONE_OUT = "leave_one_out"
 
 
 def command(

@@ -75,7 +75,7 @@ async def build_while_playing(
 
     progress.builds()
     async with rows.writing():
-        built = await write_groups(
+        report = await write_groups(
             telling,
             source=source,
             out=out,
@@ -88,7 +88,7 @@ async def build_while_playing(
     for group_id, why in rows.failed.items():
         text = f"group {group_id} has its trajectories, and no rows: {why}"
         console.print(f"[yellow]warning:[/] {escape(text)}", highlight=False, soft_wrap=True)
-    return built
+    return report
 
 
 class GroupRows:

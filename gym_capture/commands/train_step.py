@@ -13,49 +13,44 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.commands import training_options as options
 from gym_capture.commands.loading import explained
+from gym_capture.commands.training_options import Aggregation, Layout
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_bridge.grpo import StepMetrics
 
 
-class WeighBy(StrEnum):
-    """The unit that weighs the same in the loss."""
-
-    ROLLOUT = "rollout"
-    TOKEN = "token"
-
-
 def command(
-    model: Annotated[Path, typer.Option(help="Model folder that the rollouts were sampled from.", file_okay=False)],
-    data: Annotated[str, typer.Option(help="Directory, or URI of one, of trajectories as Parquet.")],
+    model: options.Model,
+    data: options.Data,
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model; by default it is not kept.")] = None,
     rollouts: Annotated[
         int | None, typer.Option(min=1, help="Train on the first groups with about this many; by default on all.")
     ] = None,
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate.")] = 1e-6,
-    temperature: Annotated[float, typer.Option(help="That the rollouts were sampled with.")] = 1.0,
-    updates: Annotated[int, typer.Option(min=1, help="Updates of the weights on the same rollouts.")] = 1,
-    clip_low: Annotated[float, typer.Option(min=0.0)] = 0.2,
-    clip_high: Annotated[float, typer.Option(min=0.0)] = 0.2,
-    importance_cap: Annotated[float, typer.Option(help="The most that a token's importance weight may be.")] = 2.0,
-    weigh_by: Annotated[WeighBy, typer.Option()] = WeighBy.ROLLOUT,
-    max_grad_norm: Annotated[float, typer.Option(min=0.0)] = 1.0,
-    overlong_filtering: Annotated[
-        bool, typer.Option("--overlong-filtering", help="Leave out rollouts that ended at a length limit.")
-    ] = False,
-    tokens_per_micro_batch: Annotated[int, typer.Option(min=1, help="Padded tokens of one forward pass.")] = 4096,
-    device: Annotated[str, typer.Option(help="Of torch, e.g. cpu or cuda.")] = "cpu",
+    lr: options.Lr = 1e-6,
+    temperature: options.Temperature = 1.0,
+    updates: options.Updates = 1,
+    clip_low: options.Clip = 0.2,
+    clip_high: options.Clip = 0.2,
+    importance_cap: options.ImportanceCap = 2.0,
+    aggregation: options.AggregationOption = Aggregation.GRPO,
+    tokens_per_rollout: options.TokensPerRollout = None,
+    max_grad_norm: options.MaxGradNorm = 1.0,
+    overlong_filtering: options.OverlongFiltering = False,
+    spread_filtering: options.SpreadFiltering = False,
+    max_sequence_tokens: options.MaxSequenceTokens = None,
+    layout: options.LayoutOption = Layout.PADDED,
+    tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
+    device: options.Device = "cpu",
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Train one GRPO step, and report how far the trainer's log probabilities are from those recorded.
@@ -63,48 +58,44 @@ def command(
     Exits with 1 if no update was made: nothing to train on, or a gradient that is not finite. A gradient of zero is an
     update that moves nothing, and is warned of.
     """
-    if temperature <= 0:
-        raise ConfigError(f"--temperature must be positive: got {temperature}; greedy sampling has no policy gradient")
-    if not (model / "config.json").is_file():
-        raise ConfigError(f"{model} is not a model folder: it has no config.json")
+    options.check_temperature(temperature)
+    options.check_model(model)
     if out is not None and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError(f"--out {out} is there already: choose another place for the trained model")
 
-    import torch
+    options.check_device(device)
+
     from transformers.utils import logging
 
+    from trainer_bridge.batching import Selection
     from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
     from trainer_bridge.loss import LossOptions
     from trainer_bridge.stream import parquet_batches, read_rollouts, steps
 
     logging.disable_progress_bar()
-    with explained(f"--device {device}: torch cannot use it here"):
-        torch.empty(0, device=device)
     read = read_rollouts(parquet_batches(data))
     batch = tuple(read) if rollouts is None else next(steps(read, rollouts_per_step=rollouts), ())
-    options = GrpoOptions(
+    grpo_options = GrpoOptions(
         lr=lr,
-        temperature=temperature,
-        loss=LossOptions(
-            clip_low=clip_low, clip_high=clip_high, importance_cap=importance_cap, weigh_by=weigh_by.value
+        loss=LossOptions(clip_low=clip_low, clip_high=clip_high, importance_cap=importance_cap),
+        selection=Selection(
+            aggregation=aggregation.value,
+            tokens_per_rollout=tokens_per_rollout,
+            overlong_filtering=overlong_filtering,
+            spread_filtering=spread_filtering,
+            max_sequence_tokens=max_sequence_tokens,
+            temperature=temperature,
         ),
         updates_per_step=updates,
         max_grad_norm=max_grad_norm,
-        overlong_filtering=overlong_filtering,
+        layout=layout.value,
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with options.progress_bar() as progress:
         bar = progress.add_task("loading the model", total=None)
         with signals_end_it_at_once(progress.console):
             with explained(f"cannot load the model of {model}"):
-                trainer = GrpoTrainer.load(model, options, device=device)
+                trainer = GrpoTrainer.load(model, grpo_options, device=device)
             progress.update(bar, description=f"training on {len(batch)} rollouts")
             metrics = trainer.step(batch, on_progress=lambda done, of: progress.update(bar, completed=done, total=of))
         if out is not None:
@@ -116,8 +107,10 @@ def command(
         Console().print(metrics_table(metrics))
     if not metrics.updates:
         raise typer.Exit(1)
+    notes = options.warnings(metrics)
     if metrics.grad_norm == 0:
-        note = "the gradient is zero, so the weights did not move: are the rewards of each group equal?"
+        notes.append("the gradient is zero, so the weights did not move: are the rewards of each group equal?")
+    for note in notes:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[yellow]warning:[/] {note}")
 
 
@@ -137,13 +130,16 @@ def signals_end_it_at_once(console: Console) -> Iterator[None]:
             signal.signal(number, handler)
 
 
+_GROUPED = {"left_out": "left out", "temperatures": "tokens of temperature"}
+
+
 def metrics_table(metrics: StepMetrics) -> Table:
     """The account of a step, for a person."""
     table = Table(show_header=False, box=None)
     for name, value in asdict(metrics).items():
         if isinstance(value, dict):
             for inner, number in value.items():
-                label = f"left out: {inner}" if name == "left_out" else inner
+                label = f"{_GROUPED[name]}: {inner}" if name in _GROUPED else inner
                 table.add_row(label, f"{number:.6g}")
         elif isinstance(value, float | int):
             table.add_row(name, f"{value:.6g}")

@@ -4,11 +4,12 @@ Invariant: an advantage compares whole rollouts of one group and nothing else. H
 how large other groups are and in which order rollouts stand changes nothing; masked rollouts are outside of the
 baseline and of the deviation and get 0; every result is finite.
 
-For a rollout with reward r in a group whose unmasked rewards have mean m and standard deviation s:
+For a rollout with reward r in a group of n whose unmasked rewards have mean m and standard deviation s:
 
-    none              r - m
-    population_std    (r - m) / (s + 1e-6),  s over n
-    sample_std        (r - m) / (s + 1e-6),  s over n - 1
+    population_std    (r - m) / (s + 1e-6),  s over n           GRPO (DeepSeekMath, arXiv:2402.03300, 4.1.2)
+    sample_std        (r - m) / (s + 1e-6),  s over n - 1       GRPO, as torch's `std` computes it
+    none              r - m                                     Dr. GRPO (arXiv:2503.20783)
+    leave_one_out     r - mean of the others = n / (n - 1) (r - m)   RLOO (arXiv:2402.14740)
 
 A group with one unmasked rollout has nothing to compare it with: its advantage is 0, as are those of a group whose
 rewards are all the same. Whatever the rewards, nothing overflows on the way; an advantage without a scale that a
@@ -26,7 +27,7 @@ import numpy.typing as npt
 
 from gym_capture.reasons import MaskReason
 
-Scale: TypeAlias = Literal["none", "population_std", "sample_std"]
+Scale: TypeAlias = Literal["none", "population_std", "sample_std", "leave_one_out"]
 
 _EPSILON: Final = 1e-6
 """Keeps a group whose rewards differ by rounding only from being blown up to advantages of +-1."""
@@ -85,7 +86,9 @@ def group_advantages(
     some_G[group_K] = reward_K
     differs_G = np.bincount(group_K, weights=reward_K != some_G[group_K]) > 0
     centered_K[~differs_G[group_K]] = 0.0
-    if scale == "none":
+    if scale in ("none", "leave_one_out"):
+        if scale == "leave_one_out":
+            centered_K *= (count_G / np.maximum(count_G - 1, 1))[group_K]
         with np.errstate(over="ignore"):
             centered_K = np.clip(np.ldexp(centered_K, exponent_G[group_K]), -_LARGEST, _LARGEST)
     else:

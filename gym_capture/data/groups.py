@@ -1,6 +1,7 @@
 """Groups of rollouts into rows, one rollout at a time.
 
-Invariant: at most one rollout is in memory, and the rows of one batch, whatever the size of a group; the rows that
+Invariant: at most one rollout is in memory, and the rows of one batch, whatever the size of a group, beside the ids of
+one group up to a limit (`prefixes`); the rows that
 come out are final - masked where they must be, with the advantage that the whole group gives them - and each rollout
 that was asked for has some.
 
@@ -32,8 +33,9 @@ from gym_capture.capture.records import RecordProblem, Snapshot, digest_ids
 from gym_capture.data.advantages import Scale, group_advantages, reward_problems
 from gym_capture.data.collector import collector_paused
 from gym_capture.data.nemo_gym import shown_id
+from gym_capture.data.prefixes import GroupPrefixes
 from gym_capture.data.requests import Request
-from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table, with_advantages
+from gym_capture.data.schema import SCHEMA, Row, row_nbytes, rows, to_table, with_advantages, with_prefixes
 from gym_capture.errors import ConfigError, RecordError, StoreUnavailableError
 from gym_capture.reasons import MaskReason, ProblemReason, join_reason
 
@@ -83,6 +85,7 @@ async def build_groups(
     when whole groups are built, before the first of their rollouts comes out.
     """
     remaining = iter(groups)
+    prefixes = GroupPrefixes()
     for first in remaining:
         with tempfile.SpooledTemporaryFile(max_size=_SPOOL_BYTES) as file:
             requests: list[Request] = []
@@ -103,7 +106,8 @@ async def build_groups(
                 n_rows = [max(summary.trajectories, 1) for summary in summaries]
                 of_rows = np.repeat(advantages[done : done + len(summaries)], n_rows)
                 done += len(summaries)
-                yield summaries, with_advantages(pa.Table.from_batches([batch]), of_rows)
+                table = with_advantages(pa.Table.from_batches([batch]), of_rows)
+                yield summaries, with_prefixes(table, *prefixes.columns(table))
 
 
 def _advantages(
@@ -222,6 +226,8 @@ def _rows_of(request: Request, options: BuildOptions, snapshot: Snapshot) -> _Bu
         input_json=request.input,
         truncated=request.truncated,
         call_rewards=request.call_rewards,
+        sample=request.sample,
+        attempt=request.attempt,
         extra_mask_reasons=extra_reasons,
     )
     return _Built(request, summarize(request, snapshot, built, (*built.mask_reasons, *extra_reasons)), built_rows)

@@ -49,6 +49,9 @@ REQUEST_SCHEMA: Final[pa.Schema] = pa.schema(
         pa.field("input", pa.string()),
         # What the agent itself gave to single calls, by call id: no part of the reward.
         pa.field("call_rewards", pa.map_(pa.string(), pa.float64())),
+        # Which sample of its task it is, and which attempt at it.
+        pa.field("sample", pa.int64()),
+        pa.field("attempt", pa.int64()),
     ]
 )
 
@@ -69,6 +72,9 @@ class Request:
     """JSON."""
     call_rewards: Mapping[str, float] | None = None
     """By call id. Null: the agent gave none."""
+    sample: int | None = None
+    attempt: int | None = None
+    """Which sample of its task it is, from 0, and which attempt at it, from 1. None: nobody said."""
     compared: bool = True
     """Whether it is one of a group. If not, nothing is known of its reward, which then masks nothing."""
     nbytes: int = 0
@@ -87,8 +93,8 @@ class ReadRequests:
 
 def read_requests(path: Path) -> ReadRequests:
     """Rollouts from lines of JSON, one object a line: `rollout_id`, `group_id`, and `reward`, `reward_components`,
-    `call_rewards`, `failure`, `truncated`, `agent_name`, `input` where they are known; `status` "failed" with `error`,
-    as a rollout job writes them, is a failure.
+    `call_rewards`, `failure`, `truncated`, `agent_name`, `input`, `sample`, `attempt` where they are known; `status`
+    "failed" with `error`, as a rollout job writes them, is a failure.
 
     Other keys are somebody's own and are left out. A last line that was cut off in writing is left out and counted.
     Raises `RecordError` for any other line that cannot be read, `ConfigError` for what is no file or may not be read.
@@ -252,6 +258,8 @@ def _request(row: Mapping[str, Any]) -> Request:
         agent_name=row["agent_name"],
         input=row["input"],
         call_rewards=dict(call_rewards) if call_rewards else None,
+        sample=row["sample"],
+        attempt=row["attempt"],
     )
 
 
@@ -306,6 +314,8 @@ def _record(found: object) -> dict[str, Any]:
         "truncated": truncated,
         "agent_name": agent_name,
         "input": None if task is None else row_json(task).decode(),
+        "sample": _index(found.get("sample")),
+        "attempt": _index(found.get("attempt")),
     }
 
 
@@ -339,6 +349,11 @@ def _check_text(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{name} must be text: it has half a surrogate pair, {text[error.start]!r}") from None
+
+
+def _index(value: object) -> int | None:
+    """As a rollout job writes it; a key of the same name that holds something else is somebody's own."""
+    return value if type(value) is int and 0 <= value < 2**63 else None
 
 
 def _number(name: str, value: object) -> float | None:

@@ -14,6 +14,7 @@ without one is known by its columns, so a later version must not give a column o
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -21,7 +22,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from gym_capture.build.builder import BuiltRollout
-from gym_capture.build.trajectories import Trajectory
+from gym_capture.build.sampling import Sampling
+from gym_capture.build.trajectories import Span, Trajectory
 from gym_capture.capture.record_rows import row_json
 from gym_capture.capture.records import Snapshot
 from gym_capture.errors import RecordError
@@ -40,6 +42,19 @@ VERSION_KEY: Final = b"gym_capture.trajectory_schema_version"
 _SPAN: Final = pa.struct(
     [("start", pa.int64()), ("end", pa.int64()), ("call_id", pa.string()), ("weight_version", pa.string())]
 )
+_SAMPLING: Final = pa.struct(
+    [
+        ("temperature", pa.float64()),
+        ("top_p", pa.float64()),
+        ("top_k", pa.int64()),
+        ("min_p", pa.float64()),
+        ("presence_penalty", pa.float64()),
+        ("frequency_penalty", pa.float64()),
+        ("repetition_penalty", pa.float64()),
+        ("constrained", pa.bool_()),
+    ]
+)
+"""`build.sampling.Sampling`."""
 _TENSOR: Final = pa.struct(
     [("dtype", pa.string()), ("shape", pa.large_list(pa.int64())), ("values", pa.large_binary())]
 )
@@ -102,13 +117,24 @@ SCHEMA: Final[pa.Schema] = pa.schema(
         # Of the rollout: what the agent itself gave to single calls, by call id, as `spans` name them. No part of the
         # reward, and never spread over other calls. Null where it gave none.
         pa.field("call_rewards", pairs_of(pa.float64())),
+        # Aligned with `spans`: how the call sampled; null: not on record.
+        pa.field("span_sampling", pa.large_list(_SAMPLING)),
+        # Of the rollout: which sample of its task it is, from 0, and which attempt at it, from 1. Null: nobody said.
+        pa.field("sample", pa.int64()),
+        pa.field("attempt", pa.int64()),
+        # The earlier row of the group that has the same first ids, and how many: `data/prefixes.py`.
+        pa.field("prefix_trajectory_id", pa.string()),
+        pa.field("prefix_length", pa.int64()),
     ],
     metadata={VERSION_KEY: str(TRAJECTORY_SCHEMA_VERSION).encode()},
 )
 
 
 OPTIONAL: Final = frozenset(
-    {"output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "truncated", "call_rewards"}
+    {
+        *("output_items", "token_item_indices", "model", "agent_name", "input", "lost_tries", "truncated"),
+        *("call_rewards", "span_sampling", "sample", "attempt", "prefix_trajectory_id", "prefix_length"),
+    }
 )
 """Columns that a table of trajectories may lack: it was built before they were."""
 
@@ -125,6 +151,8 @@ def rows(
     input_json: str | None = None,
     truncated: bool = False,
     call_rewards: Mapping[str, float] | None = None,
+    sample: int | None = None,
+    attempt: int | None = None,
     extra_mask_reasons: Sequence[str] = (),
 ) -> list[Row]:
     """The rows of one rollout: one for each trajectory, or one with empty lists if there is none.
@@ -161,6 +189,10 @@ def rows(
         "input": input_json,
         "truncated": truncated,
         "call_rewards": None if call_rewards is None else as_pairs(call_rewards),
+        "sample": sample,
+        "attempt": attempt,
+        "prefix_trajectory_id": None,
+        "prefix_length": None,
     }
     if not built.trajectories:
         return [_nothing(built.rollout_id) | shared]
@@ -199,12 +231,30 @@ def with_advantages(table: pa.Table, advantages: npt.NDArray[np.float64]) -> pa.
     return table.set_column(SCHEMA.get_field_index("advantage"), SCHEMA.field("advantage"), values)
 
 
+def with_prefixes(table: pa.Table, names: pa.Array, lengths: pa.Array) -> pa.Table:
+    """The same rows, each with what it shares with an earlier row of its group."""
+    for name, values in (("prefix_trajectory_id", names), ("prefix_length", lengths)):
+        table = table.set_column(SCHEMA.get_field_index(name), SCHEMA.field(name), values)
+    return table
+
+
 def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
     """An array that rode along (`routed_experts`, `sampling_mask`) as it was recorded; None where there is none."""
     if value is None:
         return None
     array: npt.NDArray[Any] = np.frombuffer(value["values"], dtype=np.dtype(value["dtype"]))
     return array.reshape(value["shape"])
+
+
+def read_spans(
+    spans: Sequence[Mapping[str, Any]], sampling: Sequence[Mapping[str, Any] | None] | None
+) -> tuple[Span, ...]:
+    """The spans of a row, with its `span_sampling`; None: a table of before that column."""
+    known = [None if how is None else Sampling(**how) for how in sampling or [None] * len(spans)]
+    return tuple(
+        Span(span["start"], span["end"], span["call_id"], span["weight_version"], how)
+        for span, how in zip(spans, known, strict=True)
+    )
 
 
 _Turns: TypeAlias = Mapping[str, tuple[str, int | None]]
@@ -232,6 +282,7 @@ def _sequence(trajectory: Trajectory, turns: _Turns | None) -> Row:
             {"start": s.start, "end": s.end, "call_id": s.call_id, "weight_version": s.weight_version}
             for s in trajectory.spans
         ],
+        "span_sampling": [None if s.sampling is None else asdict(s.sampling) for s in trajectory.spans],
         "finish_reason": trajectory.finish_reason,
         "routed_experts": tensor_value(trajectory.routed_experts),
         "sampling_mask": tensor_value(trajectory.sampling_mask),
@@ -249,6 +300,7 @@ def _nothing(rollout_id: str) -> Row:
         "loss_mask": np.zeros(0, dtype=np.bool_),
         "log_probs": np.zeros(0, dtype=np.float32),
         "spans": (),
+        "span_sampling": (),
         "finish_reason": None,
         "routed_experts": None,
         "sampling_mask": None,

@@ -18,7 +18,7 @@ import torch
 from transformers.utils import logging
 
 from gym_capture.demo.report import Training
-from trainer_bridge.batching import step_batch
+from trainer_bridge.batching import Selection
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
 from trainer_bridge.loss import mismatch
 from trainer_bridge.stream import TrainRollout, TrainSequence, parquet_batches, read_rollouts
@@ -41,12 +41,12 @@ def train(
     sampled under one."""
     logging.disable_progress_bar()
     on_note("loading the model")
-    options = GrpoOptions(temperature=temperature, tokens_per_micro_batch=_MICRO_BATCH)
+    options = GrpoOptions(selection=Selection(temperature=temperature), tokens_per_micro_batch=_MICRO_BATCH)
     trainer = GrpoTrainer.load(model, options)
     rollouts = tuple(read_rollouts(parquet_batches(trajectories)))
     on_note("comparing log probabilities")
     compared = free_of(rollouts[:_COMPARED_ROLLOUTS], _spans_of(trajectories, grammar_calls))
-    compared_tokens, difference = _compare(trainer, options, compared)
+    compared_tokens, difference = _compare(trainer, compared)
     metrics = trainer.step(rollouts, on_progress=lambda done, of: on_note(f"pass {done} of {of}"))
     return Training(
         loss=metrics.loss,
@@ -71,19 +71,13 @@ def free_of(rollouts: Iterable[TrainRollout], spans: Mapping[str, list[tuple[int
         yield replace(rollout, sequences=tuple(map(freed, rollout.sequences)))
 
 
-def _compare(trainer: GrpoTrainer, options: GrpoOptions, rollouts: Iterable[TrainRollout]) -> tuple[int, float | None]:
+def _compare(trainer: GrpoTrainer, rollouts: Iterable[TrainRollout]) -> tuple[int, float | None]:
     """How many tokens they train, and the mean |trainer's log probability - the recorded one| over them."""
-    batch = step_batch(
-        rollouts,
-        tokens_per_micro_batch=options.tokens_per_micro_batch,
-        weigh_by=options.loss.weigh_by,
-        overlong_filtering=options.overlong_filtering,
-        pad_id=0,
-    )
-    if not batch.micro_batches:
+    batch = trainer.select(rollouts)
+    if not batch.rows:
         return 0, None
-    trained = torch.cat(trainer.log_probs(batch.micro_batches))
-    recorded = torch.cat([micro_batch.generation_N for micro_batch in batch.micro_batches])
+    trained = trainer.log_probs(batch, trainer.lay_out(batch))
+    recorded = torch.from_numpy(batch.tokens.generation_N)
     return batch.trained_tokens, mismatch(trained, recorded).mean_abs_log_prob_diff
 
 

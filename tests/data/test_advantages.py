@@ -28,7 +28,9 @@ def of(rollouts: list[tuple[str, float, bool]], scale: Scale) -> list[float]:
     return group_advantages(rewards, groups=groups, masked=masked, scale=scale).tolist()
 
 
-@pytest.mark.parametrize(("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071)])
+@pytest.mark.parametrize(
+    ("scale", "size"), [("none", 0.5), ("population_std", 1.0), ("sample_std", 0.7071), ("leave_one_out", 1.0)]
+)
 def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: float) -> None:
     """From the group's rollouts to its rows: a baseline over the rows would be 0.75."""
 
@@ -50,6 +52,13 @@ def test_TR_02_a_rollout_that_split_in_three_counts_once(scale: Scale, size: flo
 def test_TR_04_groups_of_unequal_size_do_not_mix(scale: Scale, size: float) -> None:
     found = of([("0", 1.0, False), ("0", 3.0, False), ("1", 5.0, False)], scale)
     assert found == pytest.approx([-size, size, 0.0], abs=1e-4)
+
+
+@given(rewards=st.lists(st.floats(-5, 5, width=32), min_size=2, max_size=8))
+def test_leave_one_out_compares_with_the_mean_of_the_others(rewards: list[float]) -> None:
+    total, others = sum(rewards), len(rewards) - 1
+    expected = [reward - (total - reward) / others for reward in rewards]
+    assert of([("g", reward, False) for reward in rewards], "leave_one_out") == pytest.approx(expected, abs=1e-9)
 
 
 @pytest.mark.parametrize("scale", SCALES)

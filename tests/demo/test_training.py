@@ -15,7 +15,6 @@ SEQUENCE = TrainSequence(
     loss_mask=np.array([0, 0, 1, 1, 0, 1, 1, 1], dtype=np.bool_),
     log_probs=np.zeros(8, dtype=np.float32),
     finish_reason="stop",
-    weight_versions=frozenset(),
 )
 ROLLOUT = TrainRollout(
     rollout_id="r", group_id="g", sequences=(SEQUENCE,), reward=1.0, advantage=0.5, masked=False, mask_reasons=()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,92 +13,33 @@ import pytest
 import torch
 
 from gym_capture.errors import ConfigError
-from trainer_bridge.batching import StepBatch, step_batch
+from trainer_bridge.batching import Selection, StepBatch, step_batch
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
+from trainer_bridge.layouts import MicroBatch, lay_out
 from trainer_bridge.loss import LossOptions, clipped_loss, mismatch
-from trainer_bridge.stream import TrainRollout, TrainSequence
+from trainer_bridge.stream import TrainRollout
 
-VOCABULARY = 97
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are slower on several threads, far slower on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+from .made import model, rollout, sampled_by, sequence
 
 
-def model(seed: int = 0) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=128,
-        initializer_range=0.2,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config).eval()
+def batch_of(*rollouts: TrainRollout, **changes: Any) -> StepBatch:
+    return step_batch(rollouts, Selection(**changes))
 
 
-def sequence(*, prompt: int = 3, generated: int = 5, seed: int = 0, **changes: Any) -> TrainSequence:
-    ids = np.random.default_rng(seed).integers(0, VOCABULARY, prompt + generated, dtype=np.int32)
-    made = TrainSequence(
-        trajectory_id=f"t{seed}",
-        is_main=True,
-        token_ids=ids,
-        loss_mask=np.arange(prompt + generated) >= prompt,
-        log_probs=np.where(np.arange(prompt + generated) >= prompt, np.float32(-4.0), np.float32(0.0)),
-        finish_reason="stop",
-        weight_versions=frozenset({"1"}),
-    )
-    return replace(made, **changes)
-
-
-def rollout(*sequences: TrainSequence, advantage: float | None = 1.0, **changes: Any) -> TrainRollout:
-    made = TrainRollout(
-        rollout_id="r",
-        group_id="g",
-        sequences=sequences,
-        reward=1.0,
-        advantage=advantage,
-        masked=False,
-        mask_reasons=(),
-    )
-    return replace(made, **changes)
-
-
-def sampled_by(policy: Any, made: TrainSequence, *, temperature: float = 1.0) -> TrainSequence:
-    """The sequence with the log probabilities that `policy` gives its sampled ids, computed the plain way."""
-    ids = torch.from_numpy(made.token_ids.astype(np.int64))[None]
-    with torch.no_grad():
-        log_probs = torch.log_softmax(policy(input_ids=ids).logits[0, :-1] / temperature, dim=-1)
-    chosen = log_probs.gather(-1, ids[0, 1:, None])[:, 0].numpy()
-    return replace(made, log_probs=np.where(made.loss_mask, np.concatenate(([0.0], chosen)), 0.0).astype(np.float32))
-
-
-def batch_of(*rollouts: TrainRollout, budget: int = 1000, **changes: Any) -> StepBatch:
-    arguments: dict[str, Any] = {"weigh_by": "rollout", "overlong_filtering": False, "pad_id": 0}
-    return step_batch(rollouts, tokens_per_micro_batch=budget, **(arguments | changes))
+def laid_out(*rollouts: TrainRollout, budget: int = 1000, **changes: Any) -> tuple[MicroBatch, ...]:
+    return lay_out(batch_of(*rollouts, **changes).rows, "padded", tokens=budget, pad_id=0)
 
 
 def log_probs(trainer: GrpoTrainer, *rollouts: TrainRollout, budget: int = 1000) -> list[float]:
-    found = trainer.log_probs(batch_of(*rollouts, budget=budget).micro_batches)
-    return torch.cat(found).tolist()
+    batch = trainer.select(rollouts)
+    return trainer.log_probs(batch, lay_out(batch.rows, "padded", tokens=budget, pad_id=0)).tolist()
 
 
 def gradient(options: GrpoOptions, *rollouts: TrainRollout) -> torch.Tensor:
     """What one step would move the weights by, up to the optimizer: from AdamW's first moment."""
     trainer = GrpoTrainer(model(), replace(options, max_grad_norm=math.inf))
     trainer.step(rollouts)
-    moments = [state["exp_avg"].flatten() for state in trainer._optimizer.state.values()]
+    moments = [state["exp_avg"].flatten() for state in trainer.optimizer.state.values()]
     return torch.cat(moments) if moments else torch.zeros(1)
 
 
@@ -114,7 +54,7 @@ def assert_same(first: torch.Tensor, second: torch.Tensor) -> None:
 def test_log_probs_are_those_of_the_plain_forward_pass(temperature: float) -> None:
     policy = model()
     made = sampled_by(policy, sequence(), temperature=temperature)
-    trainer = GrpoTrainer(policy, GrpoOptions(temperature=temperature))
+    trainer = GrpoTrainer(policy, GrpoOptions(selection=Selection(temperature=temperature)))
     assert log_probs(trainer, rollout(made)) == pytest.approx(made.log_probs[made.loss_mask].tolist(), abs=1e-5)
 
 
@@ -122,8 +62,8 @@ def test_a_padded_batch_equals_single_rows() -> None:
     trainer = GrpoTrainer(model(), GrpoOptions())
     rows = [rollout(sequence(generated=length, prompt=2 + length, seed=length)) for length in (9, 6, 4, 1)]
     together, alone = log_probs(trainer, *rows), log_probs(trainer, *rows, budget=1)
-    assert len(batch_of(*rows).micro_batches) == 1
-    assert len(batch_of(*rows, budget=1).micro_batches) == 4
+    assert len(laid_out(*rows)) == 1
+    assert len(laid_out(*rows, budget=1)) == 4
     assert together == pytest.approx(alone, abs=1e-5)
 
 
@@ -144,13 +84,13 @@ def test_sampled_ids_become_likelier_with_a_positive_advantage_and_less_likely_w
     assert metrics.loss == pytest.approx(-advantage, abs=1e-5)  # ratio and importance are 1
 
 
-@pytest.mark.parametrize("weigh_by", ["rollout", "token"])
-def test_micro_batches_change_nothing(weigh_by: Any) -> None:
+@pytest.mark.parametrize("aggregation", ["grpo", "dapo", "dr_grpo"])
+def test_micro_batches_change_nothing(aggregation: Any) -> None:
     rollouts = [
         rollout(sequence(seed=1), sequence(seed=2, generated=9), advantage=1.0),
         rollout(sequence(seed=3, generated=2), advantage=-0.5),
     ]
-    options = GrpoOptions(loss=LossOptions(weigh_by=weigh_by))
+    options = GrpoOptions(selection=Selection(aggregation=aggregation, tokens_per_rollout=16))
     one = gradient(replace(options, tokens_per_micro_batch=10_000), *rollouts)
     many = gradient(replace(options, tokens_per_micro_batch=1), *rollouts)
     assert one.abs().max() > 0
@@ -175,25 +115,33 @@ def test_prompt_ids_and_reply_ids_of_others_contribute_nothing() -> None:
 def test_TR_01_each_row_of_a_rollout_gets_its_advantage_on_its_own_tokens() -> None:
     masks = [np.array([0, 0, 1, 1, 0], dtype=np.bool_), np.array([0, 1, 0, 0, 0], dtype=np.bool_)]
     rows = [sequence(prompt=2, generated=3, seed=i, loss_mask=mask) for i, mask in enumerate(masks)]
-    (micro_batch,) = batch_of(rollout(*rows, advantage=0.5)).micro_batches
-    found = list(zip(micro_batch.row_N.tolist(), micro_batch.position_N.tolist(), strict=True))
-    assert found == [(0, 2), (0, 3), (1, 1)]
-    assert micro_batch.advantage_N.tolist() == [0.5] * 3
+    batch = batch_of(rollout(*rows, advantage=0.5))
+    (micro_batch,) = lay_out(batch.rows, "padded", tokens=1000, pad_id=0)
+    found = list(zip(micro_batch.row_N.tolist(), micro_batch.predictor_N.tolist(), strict=True))
+    assert found == [(0, 1), (0, 2), (1, 0)]
+    assert batch.tokens.advantage_N.tolist() == [0.5] * 3
 
 
 def test_TR_02_a_rollout_weighs_the_same_however_many_rows_it_was_built_into() -> None:
     three_rows = rollout(*(sequence(seed=seed) for seed in (1, 2, 3)))
     one_row = rollout(sequence(seed=4))
     batch = batch_of(three_rows, one_row)
-    (micro_batch,) = batch.micro_batches
-    weights = torch.zeros(4).index_add(0, micro_batch.row_N, micro_batch.weight_N)
-    assert weights.sum().item() == pytest.approx(1.0)
+    weights = np.bincount(batch.tokens.sequence_N, weights=batch.tokens.weight_N)
+    assert weights.sum() == pytest.approx(1.0)
     assert weights.tolist() == pytest.approx([1 / 6, 1 / 6, 1 / 6, 1 / 2])
 
 
-def test_weighed_by_token_every_token_is_equal() -> None:
-    batch = batch_of(rollout(sequence(generated=9)), rollout(sequence(generated=1)), weigh_by="token")
-    assert {round(weight, 6) for m in batch.micro_batches for weight in m.weight_N.tolist()} == {0.1}
+def test_dapo_weighs_every_token_the_same() -> None:
+    batch = batch_of(rollout(sequence(generated=9)), rollout(sequence(generated=1)), aggregation="dapo")
+    assert batch.tokens.weight_N.tolist() == pytest.approx([0.1] * 10)
+
+
+def test_dr_grpo_divides_by_a_constant_whatever_the_length() -> None:
+    rollouts = (rollout(sequence(generated=9), sequence(generated=2)), rollout(sequence(generated=1)))
+    batch = batch_of(*rollouts, aggregation="dr_grpo", tokens_per_rollout=20)
+    assert batch.tokens.weight_N.tolist() == pytest.approx([1 / 40] * 12)
+    with pytest.raises(ConfigError, match="set tokens_per_rollout"):
+        Selection(aggregation="dr_grpo")
 
 
 def test_TR_06_a_token_without_a_log_probability_is_left_out_and_counted() -> None:
@@ -214,7 +162,7 @@ def test_TR_06_a_token_without_a_log_probability_is_left_out_and_counted() -> No
 def test_TR_08_overlong_filtering_leaves_out_what_ended_at_a_limit() -> None:
     cut = rollout(sequence(seed=1, finish_reason="length"))
     ended = rollout(sequence(seed=2))
-    options = GrpoOptions(overlong_filtering=True)
+    options = GrpoOptions(selection=Selection(overlong_filtering=True))
     assert_same(gradient(options, ended), gradient(options, cut, ended))
     assert GrpoTrainer(model(), options).step([cut, ended]).left_out == {"truncated": 1}
     assert GrpoTrainer(model(), GrpoOptions()).step([cut, ended]).left_out == {}
@@ -249,7 +197,7 @@ def test_the_gradient_is_clipped_to_its_norm() -> None:
     def moment(max_grad_norm: float) -> float:
         trainer = GrpoTrainer(model(), GrpoOptions(max_grad_norm=max_grad_norm))
         trainer.step([rollout(sequence())])
-        return math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in trainer._optimizer.state.values()))
+        return math.sqrt(sum(float(s["exp_avg"].square().sum()) for s in trainer.optimizer.state.values()))
 
     assert moment(1e-3) == pytest.approx(0.1 * 1e-3, rel=1e-3)  # AdamW's first moment is 0.1 of the gradient
     assert moment(math.inf) > 1e-2
@@ -313,6 +261,67 @@ def test_importance_corrects_for_what_generated_and_is_capped(cap: float | None,
     assert found == pytest.approx((-importance, -importance), abs=1e-5)
 
 
+def test_masked_importance_drops_a_token_and_truncated_caps_it() -> None:
+    off = -1.0 - math.log(3.0)
+    for low, generation in ((0.0, off), (0.9, -0.8)):
+        masked = LossOptions(importance="mask", importance_cap=2.0, importance_floor=low)
+        found = terms(-1.0, prev=-1.0, generation=generation, advantage=1.0, options=masked)
+        assert found == pytest.approx((0.0, 0.0), abs=1e-6)
+    kept = LossOptions(importance="mask", importance_cap=2.0, importance_floor=0.5)
+    ratio = math.exp(-0.2)
+    found = terms(-1.0, prev=-1.0, generation=-0.8, advantage=1.0, options=kept)
+    assert found == pytest.approx((-ratio, -ratio), abs=1e-5)
+    unused = LossOptions(importance="none")
+    found = terms(-1.0, prev=-1.0, generation=off, advantage=1.0, options=unused)
+    assert found == pytest.approx((-1.0, -1.0), abs=1e-6)
+
+
+def test_a_ratio_of_sequences_is_the_mean_over_each_trajectory() -> None:
+    """GSPO: the trajectory is clipped as one."""
+    options = LossOptions(ratio="sequence", clip_high=0.28)
+    current = torch.tensor([-1.0, -1.0, -1.0], requires_grad=True)
+    prev = torch.tensor([-1.0 - 0.6, -1.0, -1.0 - 0.1])  # means: 0.3, 0.3, 0.1
+    loss = clipped_loss(
+        current,
+        prev_N=prev,
+        generation_N=prev,
+        advantage_N=torch.ones(3),
+        weight_N=torch.ones(3),
+        options=options,
+        sequence_N=torch.tensor([7, 7, 9]),
+    )
+    loss.backward()
+    assert loss.item() == pytest.approx(-(1.28 * 2 + math.exp(0.1)), abs=1e-5)
+    assert current.grad is not None
+    assert current.grad.tolist() == pytest.approx([0.0, 0.0, -math.exp(0.1)], abs=1e-5)
+
+
+def test_the_divergence_from_the_reference_holds_the_weights_back() -> None:
+    options = GrpoOptions(lr=1e-3, updates_per_step=8, loss=LossOptions(clip_high=100.0))
+
+    def moved(coefficient: float) -> StepMetrics:
+        loss = replace(options.loss, kl_coefficient=coefficient)
+        trainer = GrpoTrainer(model(), replace(options, loss=loss), reference=model())
+        return trainer.step([rollout(sampled_by(trainer.model, sequence()))])
+
+    free, held = moved(0.0), moved(20.0)
+    assert free.kl is not None
+    assert held.kl is not None
+    assert 0 < held.kl < free.kl / 2
+    with pytest.raises(ConfigError, match="needs a reference"):
+        GrpoTrainer(model(), GrpoOptions(loss=LossOptions(kl_coefficient=0.1)))
+
+
+def test_entropy_is_that_of_the_distributions_at_their_temperature() -> None:
+    policy = model()
+    made = sequence(prompt=3, generated=4)
+    with torch.no_grad():
+        logits = policy(input_ids=torch.from_numpy(made.token_ids.astype(np.int64))[None]).logits[0, 2:-1]
+    expected = torch.distributions.Categorical(logits=logits / 0.5).entropy().mean().item()
+    metrics = GrpoTrainer(policy, GrpoOptions(lr=0.0, selection=Selection(temperature=0.5))).step([rollout(made)])
+    assert metrics.entropy == pytest.approx(expected, abs=1e-4)
+
+
 # --- metrics -------------------------------------------------------------------------------------------------------
 
 
@@ -338,7 +347,9 @@ def test_the_wrong_temperature_shows_as_a_mismatch() -> None:
     made = rollout(sampled_by(policy, sequence(generated=20), temperature=0.7))
 
     def error(temperature: float) -> float:
-        metrics: StepMetrics = GrpoTrainer(policy, GrpoOptions(lr=0.0, temperature=temperature)).step([made])
+        metrics: StepMetrics = GrpoTrainer(
+            policy, GrpoOptions(lr=0.0, selection=Selection(temperature=temperature))
+        ).step([made])
         assert metrics.mismatch is not None
         return metrics.mismatch.gen_kl_error
 

@@ -1,0 +1,110 @@
+"""What `train` and `train-step` ask of a person in the same words, and what both check before anything is loaded.
+
+Invariant: what cannot work is one line, before a model is loaded or a folder is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from gym_capture.commands.loading import explained
+from gym_capture.errors import ConfigError
+
+if TYPE_CHECKING:
+    from trainer_bridge.grpo import StepMetrics
+
+
+class Aggregation(StrEnum):
+    """How tokens and rollouts weigh: see docs/training.md."""
+
+    GRPO = "grpo"
+    DAPO = "dapo"
+    DR_GRPO = "dr_grpo"
+
+
+class Layout(StrEnum):
+    """How rows become micro-batches."""
+
+    PADDED = "padded"
+    PACKED = "packed"
+    TREE = "tree"
+
+
+Model = Annotated[Path, typer.Option(help="Model folder that the rollouts were sampled from.", file_okay=False)]
+Data = Annotated[str, typer.Option(help="Directory, or URI of one, of trajectories as Parquet.")]
+Lr = Annotated[float, typer.Option(min=0.0, help="Learning rate.")]
+Temperature = Annotated[
+    float, typer.Option(help="Of rollouts whose records do not say it; a recorded one is used, whatever this is.")
+]
+Updates = Annotated[int, typer.Option(min=1, help="Updates of the weights on the same rollouts.")]
+Clip = Annotated[float, typer.Option(min=0.0)]
+ImportanceCap = Annotated[float, typer.Option(help="The most that a token's importance weight may be.")]
+AggregationOption = Annotated[Aggregation, typer.Option(help="How tokens and rollouts weigh.")]
+TokensPerRollout = Annotated[
+    int | None, typer.Option(min=1, help="Of dr_grpo: what a rollout may generate at most, its constant divisor.")
+]
+MaxGradNorm = Annotated[float, typer.Option(min=0.0)]
+OverlongFiltering = Annotated[
+    bool, typer.Option("--overlong-filtering", help="Leave out rollouts that ended at a length limit.")
+]
+SpreadFiltering = Annotated[
+    bool, typer.Option("--spread-filtering", help="Leave out groups whose rollouts all have an advantage of 0.")
+]
+MaxSequenceTokens = Annotated[int | None, typer.Option(min=2, help="Leave out rollouts with a longer trajectory.")]
+LayoutOption = Annotated[Layout, typer.Option(help="How rows become micro-batches; changes speed, not results.")]
+TokensPerMicroBatch = Annotated[int, typer.Option(min=1, help="Ids of one forward pass, padding included.")]
+Device = Annotated[str, typer.Option(help="Of torch, e.g. cpu or cuda.")]
+
+
+def check_model(model: Path) -> None:
+    """Raises `ConfigError` for what is no model folder."""
+    if not (model / "config.json").is_file():
+        raise ConfigError(f"{model} is not a model folder: it has no config.json")
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises `ConfigError` for one that is no temperature to train at."""
+    if not temperature > 0:
+        raise ConfigError(f"--temperature must be positive: got {temperature}; greedy sampling has no policy gradient")
+
+
+def check_device(device: str) -> None:
+    """Raises `ConfigError` for one that torch cannot use."""
+    import torch
+
+    with explained(f"--device {device}: torch cannot use it here"):
+        torch.empty(0, device=device)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Progress]:
+    """On stderr."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+def warnings(metrics: StepMetrics) -> list[str]:
+    """What a person should know of a step."""
+    found = []
+    if metrics.reshaped_tokens:
+        found.append(f"{metrics.reshaped_tokens} tokens were drawn with top-p, top-k, penalties or a grammar")
+    if len(metrics.temperatures) > 1:
+        found.append("tokens of several temperatures: " + ", ".join(f"{each:g}" for each in metrics.temperatures))
+    if metrics.groups_of_several_prompts:
+        found.append(f"{metrics.groups_of_several_prompts} groups start from more than one prompt")
+    return found

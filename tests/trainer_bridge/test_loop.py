@@ -1,0 +1,174 @@
+"""A training run: killed anywhere it goes on to the same end; its folder is whole at all times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from gym_capture.errors import ConfigError
+from trainer_bridge import checkpoints
+from trainer_bridge.batching import Selection
+from trainer_bridge.checkpoints import Progress
+from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
+from trainer_bridge.loop import LoopOptions, Trainer, groups_of
+from trainer_bridge.plots import write_plots
+from trainer_bridge.stream import TrainRollout
+
+from .made import model, rollout, sequence
+
+OPTIONS = GrpoOptions(lr=1e-2)
+GROUPS = [
+    [rollout(sequence(seed=10 * group + n), group_id=f"g{group}", advantage=a) for n, a in enumerate((1.0, -1.0))]
+    for group in range(6)
+]
+
+
+class Killed(BaseException):
+    """As a signal would."""
+
+
+def trainer(run: Path, options: GrpoOptions = OPTIONS, **loop: Any) -> Trainer:
+    loop = {"rollouts_per_step": 2, "checkpoint_every": 2, "keep": 2, "plots": False} | loop
+    return Trainer(GrpoTrainer(model(), options), run, LoopOptions(**loop))
+
+
+def weights(made: Trainer) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in made.grpo.model.parameters()])
+
+
+def lines(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_leaves_metrics_plots_and_a_model_that_can_be_served(tmp_path: Path) -> None:
+    seen: list[int] = []
+    made = trainer(tmp_path, plots=True)
+    progress = made.run(GROUPS, on_step=lambda progress, metrics: seen.append(progress.step))
+    assert (progress, seen) == (Progress(step=6, groups_trained=6), [1, 2, 3, 4, 5, 6])
+    found = lines(tmp_path)
+    assert [line["step"] for line in found] == seen
+    assert {"loss", "gen_kl_error", "token_mult_prob_error", "clip_fraction", "entropy"} <= found[0].keys()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000004", "step-00000006"]
+    assert (tmp_path / "metrics.png").read_bytes().startswith(b"\x89PNG")
+    loaded = GrpoTrainer.load(tmp_path / "checkpoints" / "step-00000006", OPTIONS)
+    saved = torch.cat([parameter.detach().flatten() for parameter in loaded.model.parameters()])
+    assert torch.equal(saved, weights(made))
+
+
+@pytest.mark.parametrize("killed_behind", [1, 3])
+def test_a_run_that_was_killed_goes_on_to_the_same_end(tmp_path: Path, killed_behind: int) -> None:
+    whole = trainer(tmp_path / "whole")
+    whole.run(GROUPS)
+
+    def kill(progress: Progress, metrics: StepMetrics) -> None:
+        if progress.step == killed_behind:
+            raise Killed
+
+    run = tmp_path / "killed"
+    with pytest.raises(Killed):
+        trainer(run).run(GROUPS, on_step=kill)
+    again = trainer(run)
+    assert again.resume() == (killed_behind > 1)
+    assert again.progress.step == again.progress.groups_trained == {1: 0, 3: 2}[killed_behind]
+    again.run(itertools.islice(GROUPS, again.progress.groups_trained, None))
+    assert torch.equal(weights(again), weights(whole))
+    assert [line["step"] for line in lines(run)] == [1, 2, 3, 4, 5, 6]
+    losses = [[line["loss"] for line in lines(folder)] for folder in (run, tmp_path / "whole")]
+    assert losses[0] == losses[1]
+
+
+def test_what_a_kill_in_a_write_leaves_is_no_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trainer(tmp_path)
+    first.run(GROUPS[:2])
+    monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(ConfigError, match="No space left"):
+        trainer(tmp_path).run(GROUPS[2:4])
+    monkeypatch.undo()
+    (tmp_path / "checkpoints" / ".partial-killed").mkdir()
+    again = trainer(tmp_path)
+    assert again.resume()
+    assert again.progress == Progress(step=2, groups_trained=2)
+    again.run(GROUPS[2:4])
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    other = trainer(tmp_path)
+    other.grpo.model.lm_head = torch.nn.Linear(32, 50, bias=False)
+    before = weights(other)
+    with pytest.raises(ConfigError, match=r"another model.*lm_head.weight as \[97, 32\], this model as \[50, 32\]"):
+        other.resume()
+    assert torch.equal(weights(other), before)
+    assert other.progress == Progress()
+
+
+@pytest.mark.parametrize("damage", ["state.json", "optimizer.pt", "model.safetensors"])
+def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, damage: str) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    file = tmp_path / "checkpoints" / "step-00000002" / damage
+    file.write_bytes(file.read_bytes()[:50])
+    again = trainer(tmp_path)
+    before = weights(again)
+    with pytest.raises(ConfigError, match="no checkpoint that can be read"):
+        again.resume()
+    assert torch.equal(weights(again), before)
+
+
+def test_options_of_today_hold_when_a_run_goes_on(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    again = trainer(tmp_path, GrpoOptions(lr=1e-3, weight_decay=0.5))
+    again.resume()
+    assert [(group["lr"], group["weight_decay"]) for group in again.grpo.optimizer.param_groups] == [(1e-3, 0.5)]
+
+
+def test_a_step_takes_whole_groups_and_no_more_than_it_trains_on(tmp_path: Path) -> None:
+    stream = iter(GROUPS)
+    made = trainer(tmp_path, rollouts_per_step=3, steps=2)
+    assert made.run(stream) == Progress(step=2, groups_trained=4)
+    assert len(list(stream)) == 2
+
+
+def test_what_is_not_finite_is_null_in_a_line(tmp_path: Path) -> None:
+    wrong: list[list[TrainRollout]] = [[rollout(sequence(), advantage=float("inf"))]]
+    trainer(tmp_path).run(wrong)
+    (line,) = lines(tmp_path)
+    assert (line["updates"], line["grad_norm"]) == (0, None)
+
+
+def test_a_cut_line_of_metrics_is_left_out_and_other_files_are_refused(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text() + '{"step": 3, "lo')
+    trainer(tmp_path).resume()
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2]
+    path.write_text("no json\n")
+    with pytest.raises(ConfigError, match="of something else"):
+        trainer(tmp_path).resume()
+
+
+def test_plots_need_something_to_draw(tmp_path: Path) -> None:
+    assert not write_plots([{"step": 1, "loss": None}], tmp_path / "none.png")
+    assert write_plots([{"step": 1, "loss": 1.0}, {"step": 2, "loss": float("nan")}], tmp_path / "one.png")
+    width, height = struct.unpack(">II", (tmp_path / "one.png").read_bytes()[16:24])
+    assert min(width, height) > 100
+
+
+def test_groups_are_whole() -> None:
+    flat = [each for group in GROUPS for each in group]
+    assert [len(group) for group in groups_of(flat)] == [2] * 6
+
+
+def test_the_newest_checkpoint_is_that_of_the_most_steps(tmp_path: Path) -> None:
+    made = GrpoTrainer(model(), GrpoOptions(selection=Selection()))
+    folder = checkpoints.write(tmp_path, made, Progress(step=99_999_999), keep=5)
+    shutil.copytree(folder, tmp_path / "step-100000000")
+    assert checkpoints.latest(tmp_path) == tmp_path / "step-100000000"
+    assert checkpoints.latest(tmp_path / "nothing") is None
