@@ -112,7 +112,11 @@ class ConflictingRegistrationError(StoreError):
 
 
 class RetiredRolloutError(StoreError):
-    """A write belongs to an attempt that was dropped, cleared or closed."""
+    """A write belongs to an attempt that was dropped, cleared, closed or handed on."""
+
+
+class ReplayedCallError(StoreError):
+    """A recorded call answers one call, and it has answered another one already."""
 
 
 class StaleSnapshotError(StoreError):

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import gym_capture
+from gym_capture.capture.facts import ProblemFound
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import ProblemFound, RolloutState
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.commands.explain import reasons_document
 from gym_capture.reasons import (
     KINDS,

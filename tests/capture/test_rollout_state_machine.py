@@ -19,6 +19,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.facts import (
+    Abandoned,
+    Begun,
+    Committed,
+    Completed,
+    DeliveryKnown,
+    Event,
+    MarkedIncomplete,
+    ProblemFound,
+    Registered,
+    Retired,
+)
 from gym_capture.capture.operations import (
     Abandon,
     Begin,
@@ -33,19 +45,7 @@ from gym_capture.capture.operations import (
 )
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
-from gym_capture.capture.rollout_state import (
-    Abandoned,
-    Begun,
-    Committed,
-    Completed,
-    DeliveryKnown,
-    Event,
-    MarkedIncomplete,
-    ProblemFound,
-    Registered,
-    Retired,
-    RolloutState,
-)
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.capture.snapshot_codec import encode_snapshot
 from gym_capture.conformance import Store, sample_entry, sample_intent
 from gym_capture.errors import (
