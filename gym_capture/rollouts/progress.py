@@ -47,6 +47,8 @@ class Snapshot:
     """Of this run, by reason; also those that another attempt mended."""
     calls: int
     """Model calls of the rollouts that were over in this run."""
+    replayed_calls: int
+    """Those that were answered from records of attempts that were cut."""
     calls_per_s: float
     mean_reward: float | None
     """Of the rollouts that finished, earlier runs included."""
@@ -63,6 +65,7 @@ class JobProgress:
         self._clock = clock
         self._began = clock()
         self._total = self._resumed = self._settled = self._failed = self._calls = 0
+        self._replayed_calls = 0
         self._rewarded, self._reward = 0, 0.0
         self._failed_attempts: Counter[str] = Counter()
         self._running: dict[str, float] = {}
@@ -94,6 +97,7 @@ class JobProgress:
         """A rollout is over."""
         self._settled += 1
         self._calls += row.n_calls
+        self._replayed_calls += row.replayed_calls
         self._count(row)
 
     def now(self) -> Snapshot:
@@ -111,6 +115,7 @@ class JobProgress:
             failed=self._failed,
             failed_attempts=dict(self._failed_attempts.most_common()),
             calls=self._calls,
+            replayed_calls=self._replayed_calls,
             calls_per_s=self._calls / elapsed_s if elapsed_s > 0 else 0.0,
             mean_reward=self._reward / self._rewarded if self._rewarded else None,
             eta_s=elapsed_s * (self._total - done) / self._settled if self._settled else None,

@@ -33,6 +33,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "put_bytes": "Bytes of records made durable",
     "prefix_requested": "Recorded calls eligible for prefix supply: their parent was proven",
     "prefix_supplied": "Recorded calls whose prompt starts with their parent's ids",
+    "replayed_calls": "Recorded calls that were answered from the record of an earlier attempt",
     "delivered_marks": "Replies known to be delivered, of calls that may be a retry",
     "undelivered_marks": "Replies whose end could not be sent",
     "freezes": "Snapshots taken",

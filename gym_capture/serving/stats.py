@@ -23,6 +23,7 @@ CountName: TypeAlias = Literal[
     "put_bytes",
     "prefix_requested",
     "prefix_supplied",
+    "replayed_calls",
     "delivered_marks",
     "undelivered_marks",
     "freezes",
@@ -53,6 +54,8 @@ class ShardStats:
     """Recorded calls whose parent was proven when they began: the ones eligible for prefix supply."""
     prefix_supplied: int = 0
     """Those whose prompt, as the engine reports it, starts with their parent's ids."""
+    replayed_calls: int = 0
+    """Recorded calls that were answered from the record of an earlier attempt: no engine generated."""
     delivered_marks: int = 0
     undelivered_marks: int = 0
     freezes: int = 0
@@ -131,6 +134,7 @@ class Tally:
         self.counts["put_bytes"] += size_bytes
         self.counts["prefix_requested"] += entry.prefix.requested
         self.counts["prefix_supplied"] += entry.prefix.supplied
+        self.counts["replayed_calls"] += entry.policy.replayed_from is not None
         self.put_seconds += took_s
         for rule in set(entry.request.normalized):
             self.rules[rule] += 1
