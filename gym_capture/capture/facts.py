@@ -146,7 +146,7 @@ class Completed:
 class HandedOn:
     """Another attempt goes on from the records."""
 
-    kind: ClassVar = "handed_on"
+    kind: ClassVar = "handed"
     key: ClassVar = ""
     value: ClassVar = b""
     epoch: int

@@ -34,7 +34,7 @@ async def handed_on_keeps_records_and_refuses_writers(store: Store) -> None:
             await expect_error(store.write(GoOn(rollout_id, "x")), RetiredRolloutError, "going on")
         snapshot = await store.freeze("r")
         expect_entries(snapshot, entry)
-        expect_equal(snapshot.incomplete, (CaptureMark.HANDED_ON,), "incomplete")
+        expect_equal(snapshot.incomplete, (CaptureMark.HANDED_ON,), "what it lacks")
         expect_equal((await store.freeze("unheard")).version, 0, "version")
 
 
@@ -95,7 +95,7 @@ async def handing_on_survives_a_restart(store: Store, reopen: Reopen) -> None:
     await expect_late_writes_refused(store, epoch)
     snapshot = await store.freeze("r")
     expect_entries(snapshot, entry)
-    expect_equal(snapshot.incomplete, (CaptureMark.HANDED_ON,), "incomplete")
+    expect_equal(snapshot.incomplete, (CaptureMark.HANDED_ON,), "what it lacks")
     expect_equal((await store.freeze("next")).went_on, ("r",), "what it goes on from")
     await store.write(Replay("next", "n", "c", epoch=next_epoch))
     await expect_error(

@@ -129,8 +129,8 @@ def check_repeats(harness: Harness, name: str) -> None:
     """Raises `ConfigError` if a harness does not say that its agents do the same again."""
     if not isinstance(harness, RepeatableHarness) or not harness.repeats:
         raise ConfigError(
-            f"resume_turns: the harness {name!r} does not say that its agents ask the same again, so rollouts that were "
-            "cut cannot be continued: leave it out, and they are played anew (docs/jobs.md, Resuming)"
+            f"resume_turns: the harness {name!r} does not say that its agents ask the same again, so it cannot "
+            "continue what was cut: leave resume_turns out, and that is played anew (docs/jobs.md, Resuming)"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -283,13 +283,10 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    async def nothing(rollout_id: str) -> None:
+    def fence(*_: object) -> None:
         raise AssertionError("nothing is played")
 
-    def fencing(*_: object) -> tuple[Callable[[str], Awaitable[None]], ...]:
-        return nothing, nothing
-
-    monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
+    monkeypatch.setattr("gym_capture.commands.fence.connected_fence", fence)
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
