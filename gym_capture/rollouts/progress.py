@@ -47,7 +47,7 @@ class Snapshot:
     """Of this run, by reason; also those that another attempt mended."""
     calls: int
     """Model calls of the rollouts that were over in this run."""
-    replayed_calls: int
+    replayed_calls: int = 0
     """Those that were answered from records of attempts that were cut."""
     calls_per_s: float
     mean_reward: float | None

@@ -16,9 +16,11 @@ import pytest
 
 from gym_capture import cli
 from gym_capture.build.builder import build
+from gym_capture.commands.fence import Fence
 from gym_capture.data.schema import rows, to_table
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.ledger import Ledger
+from gym_capture.stores.memory import MemoryStore
 from tests.data.made_rollouts import snapshot
 
 Run = Callable[..., tuple[int, str]]
@@ -283,10 +285,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    def fence(*_: object) -> None:
-        raise AssertionError("nothing is played")
-
-    monkeypatch.setattr("gym_capture.commands.fence.connected_fence", fence)
+    # Nothing is played, so nothing is asked of it.
+    monkeypatch.setattr("gym_capture.commands.fence.connected_fence", lambda *_: Fence(MemoryStore()))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

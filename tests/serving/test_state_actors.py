@@ -65,8 +65,8 @@ async def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp
 @pytest.mark.usefixtures("cluster")
 async def test_killed_actors_know_who_goes_on_from_whom(tmp_path: Path) -> None:
     """An attempt and the one that goes on from it, on shards that are killed after each step."""
-    start(tmp_path, shards=2)
-    state = connect(namespace=NAMESPACE)
+    start(tmp_path, shards=2, namespace="handed-on")
+    state = connect(namespace="handed-on")
     first, second = "job.task.0-a1", "job.task.0-a5"
     assert state._index(first) != state._index(second)
 
