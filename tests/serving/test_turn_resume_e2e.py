@@ -30,28 +30,28 @@ def replayed_calls(graph: Graph) -> int:
 
 def kill_when_halted(folder: Path, *command: Any) -> None:
     """Runs a command on the graph's cluster until all rollouts have halted, and kills it."""
-    driver = subprocess.Popen(
-        [sys.executable, "-m", "gym_capture.cli", *map(str, command)],
-        env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    with (folder / "driver.log").open("w") as log:
+        driver = subprocess.Popen(
+            [sys.executable, "-m", "gym_capture.cli", *map(str, command)],
+            env={**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address},
+            stderr=log,
+        )
     try:
         deadline = time.monotonic() + 240
         while len(list(folder.glob("halted-*"))) < ROLLOUTS:
-            assert driver.poll() is None, driver.communicate()[1]
+            assert driver.poll() is None, (folder / "driver.log").read_text()
             assert time.monotonic() < deadline
             time.sleep(0.1)
     finally:
         driver.send_signal(signal.SIGKILL)
-        driver.communicate()
+        driver.wait()
 
 
 async def test_a_killed_job_goes_on_from_the_records_of_its_rollouts(graph: Graph, tmp_path: Path) -> None:
     play: tuple[Any, ...] = ("rollouts", "run", "--url", graph.url, "--namespace", graph.namespace)
     play += ("--out", tmp_path / "job", "--job-id", "cut", "--generate", "1", "--samples", str(ROLLOUTS))
-    play += ("--environment", "tests.serving.halting:Halting", "--set", f"environment.folder={tmp_path}")
-    play += ("--set", "environment.halts_at=2", "--resume-turns")
+    play += ("--harness", "tests.serving.halting:halting_loop", "--set", f"harness.folder={tmp_path}")
+    play += ("--set", "harness.halts_before=3", "--resume-turns")
     kill_when_halted(tmp_path, *play)
     attempts = sorted(json.loads(line)["rollout_id"] for line in (tmp_path / "job" / "attempts.jsonl").open())
     cut = {rollout_id: whole(await graph.snapshot(rollout_id)) for rollout_id in attempts}
