@@ -15,7 +15,8 @@ is built (`data.groups`).
     │   ├── ConflictingCallError   the same call id came twice with different content
     │   ├── CompletedRolloutError  a call or another outcome, of a rollout that has one
     │   ├── ConflictingRegistrationError   ...another registration, of a rollout that has one
-    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped, cleared or closed
+    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped, cleared, closed or handed on
+    │   ├── ReplayedCallError      a second call is to be answered from one record of an earlier attempt
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
@@ -112,7 +113,11 @@ class ConflictingRegistrationError(StoreError):
 
 
 class RetiredRolloutError(StoreError):
-    """A write belongs to an attempt that was dropped, cleared or closed."""
+    """A write belongs to an attempt that was dropped, cleared, closed or handed on."""
+
+
+class ReplayedCallError(StoreError):
+    """A recorded call answers one call, and it has answered another one already."""
 
 
 class StaleSnapshotError(StoreError):

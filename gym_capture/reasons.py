@@ -50,6 +50,11 @@ class CaptureMark(Reason):
         "The graph's log names the error and the call: a full disk, a lost state actor, or an engine that reported ids "
         "or log probabilities amiss. Mend that and play the rollout again.",
     )
+    HANDED_ON = (
+        "handed_on",
+        "The attempt was cut, and a later one went on from its records, which are trained there.",
+        "Nothing: build the later attempt. Its job closes this one when it is over.",
+    )
     LINEAGE_CONFLICTING_CALL_ID = (
         "lineage_conflicting_call_id",
         "A record is durable, and lineage already has another one of the same call.",

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import gym_capture
+from gym_capture.capture.facts import ProblemFound
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import ProblemFound, RolloutState
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.commands.explain import reasons_document
 from gym_capture.reasons import (
     KINDS,
@@ -117,7 +118,7 @@ def test_names_on_disk_are_what_they_were() -> None:
     """Logs, token files and Parquet files hold these: one that is renamed is one that readers do not know."""
     assert set(CaptureMark) == {
         *("dangling_intent", "capture_failed", "lineage_conflicting_call_id", "lineage_digest_mismatch"),
-        *("lineage_parent_missing", "lineage_parent_length"),
+        *("lineage_parent_missing", "lineage_parent_length", "handed_on"),
     }
     assert {"corrupt_log", "malformed_record", "worker_died", "unreadable", "build_failed"} < set(ProblemReason)
     assert {"no_calls", "unresolved_retries", "absent_parent", "incomplete", "missing_reward"} < set(MaskReason)

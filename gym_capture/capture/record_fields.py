@@ -96,6 +96,8 @@ FIELDS: Final = (
     RecordField("routed_experts", "policy.routed_experts", Kind.TENSOR, is_content=True),
     RecordField("sampling_mask", "policy.sampling_mask", Kind.TENSOR, is_content=True),
     RecordField("created_at", "created_at", Kind.TIME, is_content=False),
+    RecordField("options_key", "request.options_key", Kind.TEXT, is_content=False, in_nemo_gym=False),
+    RecordField("replayed_from", "policy.replayed_from", Kind.OPTIONAL_TEXT, is_content=True, in_nemo_gym=False),
 )
 """In the order of the columns of files."""
 

@@ -8,7 +8,8 @@ if it had not been played. A job that is started again plays exactly the rollout
 
 Attempts are fenced: each is a rollout of its own on the server, `job.task.sample-aN`, with its own URL and token. Its
 number is on disk before it plays, so none comes twice, however the job dies; an attempt that another one supersedes is
-closed. So nothing that an agent of an earlier attempt still does is in the records that a row names.
+closed. So nothing that an agent of an earlier attempt still does is in the records that a row names. With `resume`, one
+that was cut is closed later, when the rollout is over: until then its records answer the calls that are repeated.
 
 Flow: pending rollouts -> `concurrency` workers -> an attempt begins in the ledger -> it plays (`attempt`), its clock
 starting once a worker is free -> row. Cancelling the job (Ctrl-C) leaves rollouts in flight without a row.
@@ -22,15 +23,15 @@ import json
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from gym_capture.errors import ConfigError, InvalidRolloutIdError
+from gym_capture.errors import ConfigError, GymCaptureError, InvalidRolloutIdError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
-from gym_capture.rollouts.attempt import AttemptRunner, Attempts, Outcome, Scored
+from gym_capture.rollouts.attempt import AttemptRunner, Attempts, Before, Outcome, Scored, TurnResume
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, Place, RolloutRow
@@ -129,6 +130,11 @@ class JobSummary(NamedTuple):
         return len(self.rows) - self.finished
 
     @property
+    def replayed_calls(self) -> int:
+        """Calls that were answered from records of attempts that were cut."""
+        return sum(row.replayed_calls for row in self.rows)
+
+    @property
     def truncated(self) -> int:
         """Those among the finished whose conversation outgrew the context."""
         return sum(row.truncated for row in self.rows)
@@ -153,6 +159,8 @@ class RolloutJob:
     settings do not count for this one. Endpoints and credentials are no part of it."""
     directory: Path
     """Where rows are kept, see `ledger`."""
+    resume: TurnResume | None = None
+    """None: what was cut is played anew."""
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
     """Told of each row and what it was made of, before the row is written: for what is too large for it."""
     counting: Counting = uncounted
@@ -179,6 +187,7 @@ class RolloutJob:
             patience=Patience(grace_s=self.options.close_timeout_s),
             rollout_timeout_s=self.options.rollout_timeout_s,
             close_timeout_s=self.options.close_timeout_s,
+            resume=self.resume,
         )
         run = JobRun(
             tasks=self.tasks,
@@ -186,6 +195,7 @@ class RolloutJob:
             attempts=attempts,
             settings=self.settings,
             directory=self.directory,
+            resume=self.resume,
             keep=self.keep,
             counting=self.counting,
         )
@@ -202,6 +212,7 @@ class JobRun:
     settings: Mapping[str, Any]
     """As those of `RolloutJob`."""
     directory: Path
+    resume: TurnResume | None = None
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None
     counting: Counting = uncounted
 
@@ -254,6 +265,7 @@ class JobRun:
         """Attempts until one succeeds or no more are allowed; an earlier run's failures count."""
         while True:
             attempt = ledger.attempts.get(rollout.place, 0) + 1
+            before = self._before(rollout, attempt, last_uncut=ledger.last_uncut(rollout.place))
             rollout_id = rollout.attempt_id(attempt)
             play = await self.attempts.place()
             started_at, clock = time.time(), time.monotonic()
@@ -261,9 +273,7 @@ class JobRun:
             known: RolloutCounts | None = None
             try:
                 await ledger.begin(_begun(rollout, attempt, at=started_at))
-                # All before it, whichever were closed already: an earlier run may have died before it did that.
-                before = [rollout.attempt_id(number) for number in range(1, attempt)]
-                outcome = await play(rollout_id, rollout.task, supersedes=before)
+                outcome = await play(rollout_id, rollout.task, before=before)
                 wall_s = time.monotonic() - clock
                 counted = await self.counting([rollout_id])
                 counts = None if counted is None else counted[0]
@@ -276,6 +286,8 @@ class JobRun:
                     "--secret-file; nothing counts as failed by this, the same command plays it"
                 )
             row = _row(rollout, outcome, attempt=attempt, counts=counts, started_at=started_at, wall_s=wall_s)
+            if before.goes_on_from:
+                row = await self._with_replays(row, before.goes_on_from)
             if row.status == "failed":
                 failure = _failure(row)
                 ledger.add_failure(failure)
@@ -286,6 +298,26 @@ class JobRun:
                 ledger.add_row(row)
                 return row
             await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (failed_attempts - 1), _LONGEST_WAIT_S))
+
+    def _before(self, rollout: Rollout, attempt: int, *, last_uncut: int) -> Before:
+        # All before it, whichever were closed already: an earlier run may have died before it did that.
+        every = [rollout.attempt_id(number) for number in range(1, attempt)]
+        if self.resume is None:
+            return Before(every)
+        return Before(every[:last_uncut], every[last_uncut:])
+
+    async def _with_replays(self, row: RolloutRow, sources: Sequence[str]) -> RolloutRow:
+        """With what the attempt repeated of those that it went on from, which are forgotten now.
+
+        Before its row is written: a job that dies in between has cut this attempt too, and goes on from it.
+        """
+        assert self.resume is not None
+        try:
+            found = await self.resume.over(row.rollout_id, sources)
+        except GymCaptureError as error:
+            said = f"what it repeated of earlier attempts cannot be told: {error.message}"
+            return replace(row, note=f"{row.note}; {said}" if row.note else said)
+        return replace(row, replayed_calls=found.calls, diverged_at=found.diverged_at)
 
 
 def _begun(rollout: Rollout, attempt: int, *, at: float) -> AttemptRow:

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.catalog import environment_factory, harness_factory, task_maker
 from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
-from gym_capture.rollouts.harness import Harness
+from gym_capture.rollouts.harness import Harness, check_repeats
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.patience import Late, Patience, Raised
 
@@ -127,6 +127,9 @@ class JobFile(_Section):
     """Rollouts of each task: the size of a GRPO group."""
     harness: Named = Named(name="tool-loop")
     limits: LimitsSection = LimitsSection()
+    resume_turns: bool = False
+    """Whether an attempt that was cut is continued from its records by the next one. It decides nothing of what is
+    sampled or scored, so it may differ when the job goes on."""
     ray: RaySection = RaySection()
 
     def options(self, job_id: str) -> JobOptions:
@@ -169,7 +172,10 @@ async def prepare_environment(job: JobFile) -> EnvironmentFactory:
 
 def prepare_harness(job: JobFile) -> Harness:
     """The harness, to be closed. Raises `ConfigError`."""
-    return harness_factory(job.harness.name)(**job.harness.options)
+    harness = harness_factory(job.harness.name)(**job.harness.options)
+    if job.resume_turns:
+        check_repeats(harness, job.harness.name)
+    return harness
 
 
 async def _try(make_environment: EnvironmentFactory, job: JobFile) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gym_capture.auth import Keyring
-from gym_capture.rollouts.attempt import Outcome
+from gym_capture.rollouts.attempt import Outcome, TurnResume
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
@@ -30,6 +30,7 @@ async def play_on_graph(
     settings: Mapping[str, Any],
     clear: Callable[[str], Awaitable[object]],
     close: Callable[[str], Awaitable[object]],
+    resume: TurnResume | None = None,
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
     on_kept: Callable[[RolloutRow], None] = lambda row: None,
@@ -47,6 +48,7 @@ async def play_on_graph(
         endpoint=endpoints(url, keyring),
         clear=clear,
         close=close,
+        resume=resume,
         settings=settings,
         directory=directory,
         keep=keep,

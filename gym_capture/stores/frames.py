@@ -61,6 +61,9 @@ class RecordType(enum.IntEnum):
     DELIVERY = 7
     REGISTERED = 9
     COMPLETED = 10
+    HANDED_ON = 11
+    WENT_ON = 12
+    REPLAYED = 13
 
 
 class SegmentHeader(NamedTuple):

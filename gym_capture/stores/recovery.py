@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from gym_capture.capture.facts import Event, ProblemFound, Retired
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import Event, ProblemFound, Retired
 from gym_capture.reasons import ProblemReason
 from gym_capture.stores.frames import Damage, RecordType
 from gym_capture.stores.log_index import LogIndex
