@@ -1,14 +1,15 @@
 """The data job, from what is on disk to Parquet, against a builder that reads token files one after another.
 
-Claims: at 50 turns, the job makes trajectories of a graph's log in a twentieth of the processor time in which NeMo Gym's
-builder reads the same rollouts from token files; what a rollout costs does not depend on how many there are, from a
-thousand to a hundred thousand; and those, of 20 turns, take no more than 1.5 GB of memory, in all processes of the job
-together. Everything is counted in it: driver, workers, owners of logs, Ray's own processes that run beside them.
+Claims: at 50 turns, the job makes trajectories of a graph's log in a twentieth of the processor time in which NeMo
+Gym's builder reads the same rollouts from token files; what a rollout costs does not depend on how many there are, from
+a thousand to a hundred thousand; and those, of 20 turns, take no more than 1.5 GB of memory, in all processes of the
+job together.
 
-A job has costs that it pays once - its workers begin, its logs are opened by actors. A build of a few rollouts shows
-them (`once_cpu_s`); what a rollout costs is counted without. The cluster runs before, as a user's does. Reported
-beside the claims: the same job over token files, and the throughput by the clock. Memory is the proportional share
-(PSS): what processes have in common is counted once.
+Processor time is that of all processes: driver, workers, owners of logs, and Ray's own. A job has costs that it pays
+once - its workers begin, its logs are opened by actors. A build of a few rollouts shows them (`once_cpu_s`); what a
+rollout costs is counted without. The cluster runs before, as a user's does. Reported beside the claims: the same job
+over token files, and the throughput by the clock. Memory is the proportional share (PSS): what processes have in common
+is counted once. Ray's own processes, which a cluster has without a job, are reported beside the job's (`ray_mb`).
 
 NeMo Gym's package (`nemo_gym.token_id_capture`) is measured where it imports. Elsewhere a builder in its manner stands
 for it: `json.loads` of each line, digests of whole prompts, prefixes compared as lists.
@@ -57,6 +58,8 @@ FEW: Final = WORKERS * GROUP
 LONG_ROLLOUTS: Final = 400
 PEER_ROLLOUTS: Final = 24
 _POLL_S: Final = 0.25
+_OF_THE_JOB: Final = ("python", "ray::MapBatches(_write_part)", "ray::IDLE", "ray::Watch", "ray::_LogOwner")
+"""Processes by their names: the driver, workers, workers that have nothing to do yet or any more, the job's actors."""
 
 
 def main() -> int:
@@ -133,6 +136,7 @@ def _many(job: _Job, folder: Path, most: int) -> bool:
             per_cpu_s=round(1e3 / cpu_ms[-1]),
             per_s=round(rollouts / took.took_s),
             peak_mb=round(took.peak_mb),
+            ray_mb=took.ray_mb,
             peak_mb_by_process=took.by_process,
             ok=True,
         )
@@ -156,8 +160,13 @@ class _Took(NamedTuple):
     cpu_s: float
     took_s: float
     peak_mb: float
+    """Of the job's processes together."""
     by_process: dict[str, int]
-    """MB of each kind of process when all together had the most."""
+    """MB of each kind of process at that time, Ray's own included."""
+
+    @property
+    def ray_mb(self) -> int:
+        return sum(mb for name, mb in self.by_process.items() if name not in _OF_THE_JOB)
 
 
 class _Job:
@@ -218,7 +227,7 @@ class _Processes:
                 by_process[name] = by_process.get(name, 0.0) + _pss_mb(process.pid)
             except (psutil.NoSuchProcess, psutil.ZombieProcess, OSError):
                 continue  # it has just ended
-        total = sum(by_process.values())
+        total = sum(mb for name, mb in by_process.items() if name in _OF_THE_JOB)
         if total > self.peak_mb:
             self.peak_mb = total
             self.peak_by_process = {name: round(mb) for name, mb in sorted(by_process.items())}

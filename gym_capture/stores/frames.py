@@ -63,6 +63,9 @@ class RecordType(enum.IntEnum):
     COMPLETED = 10
 
 
+_RECORD_TYPES: Final = {int(each): each for each in RecordType}
+
+
 class SegmentHeader(NamedTuple):
     """How to read a segment."""
 
@@ -171,16 +174,16 @@ def read_segment_header(data: bytes) -> SegmentHeader | None:
     return None
 
 
-def scan_segment(data: bytes, header: SegmentHeader) -> Iterator[Frame | Damage]:
+def scan_segment(data: bytes, header: SegmentHeader, *, payloads: bool = True) -> Iterator[Frame | Damage]:
     """All frames of a segment in order, and what lies between them and cannot be read.
 
-    Behind damage it goes on at the next readable frame.
+    Behind damage it goes on at the next readable frame. Without `payloads` those of frames are checked and left out.
     """
     offset = SEGMENT_HEADER_BYTES
     while offset < len(data):
         head = _read_head(data, offset, header.seed)
         if head is not None and head.end <= len(data):
-            yield _read_body(data, offset, head)
+            yield _read_body(data, offset, head, payloads=payloads)
             offset = head.end
             continue
         end = len(data) if head is not None else _next_head(data, offset + 1, header.seed)
@@ -193,7 +196,7 @@ def read_frame(data: bytes, seed: int) -> Frame | Damage:
     head = _read_head(data, 0, seed)
     if head is None or head.end != len(data):
         return Damage(0, len(data))
-    return _read_body(data, 0, head)
+    return _read_body(data, 0, head, payloads=True)
 
 
 def _read_head(data: bytes, offset: int, seed: int) -> _Head | None:
@@ -209,8 +212,8 @@ def _read_head(data: bytes, offset: int, seed: int) -> _Head | None:
     return _Head(type_, starts_batch, epoch, key, payload_start, payload_start + payload_len + _CRC.size, crc)
 
 
-def _read_body(data: bytes, offset: int, head: _Head) -> Frame | Damage:
-    payload = data[head.payload_start : head.end - _CRC.size]
+def _read_body(data: bytes, offset: int, head: _Head, *, payloads: bool) -> Frame | Damage:
+    payload = memoryview(data)[head.payload_start : head.end - _CRC.size]
     if zlib.crc32(payload, head.crc) != _CRC.unpack_from(data, head.end - _CRC.size)[0]:
         return _damage(offset, head.end, head)
     rollout_id, call_id = _ids(head.key)
@@ -219,7 +222,7 @@ def _read_body(data: bytes, offset: int, head: _Head) -> Frame | Damage:
         head.epoch,
         rollout_id,
         call_id,
-        payload,
+        bytes(payload) if payloads else b"",
         offset,
         head.end - offset,
         bool(head.starts_batch),
@@ -249,8 +252,8 @@ def _ids(key: bytes) -> tuple[str, str]:
 
 def _record_type(value: int) -> RecordType:
     try:
-        return RecordType(value)
-    except ValueError:
+        return _RECORD_TYPES[value]
+    except KeyError:
         raise CorruptLogError(
             f"the log holds a record of type {value}, which this gym-capture does not know: "
             "open it with the version that wrote it, or a newer one"
