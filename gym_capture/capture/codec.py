@@ -167,6 +167,11 @@ def peek_entry(data: bytes) -> EntryKey:
     return EntryKey(rollout_id, call_id, digest)
 
 
+def entry_digest(data: bytes) -> bytes:
+    """`payload_digest` of bytes from a disk. Raises `RecordError` if no record can begin like this."""
+    return _read_prefix(data)[3]
+
+
 def payload_digest(encoded_entry: bytes) -> bytes:
     """Equal for equal content, `created_at` aside: tells a retried put from a conflicting one."""
     return encoded_entry[_PREFIX.size - _DIGEST_BYTES : _PREFIX.size]

@@ -6,6 +6,8 @@ Memory holds 24 bytes for each record, whatever it says, and one segment while t
 
 Flow: `LogReader` takes the directory's lock, reads it from end to end and notes where the records of each rollout's
 highest epoch stand -> `freeze_encoded` reads those of one rollout and has its state made of them (`rollout_state`).
+Intents, half of all records, are read only where they say something: where each has its record or refusal behind it,
+which calls were begun is known, and what for is of no use.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from typing import Final
 from gym_capture.capture.operations import check_text
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import Event, Retired, RolloutState
+from gym_capture.capture.rollout_state import Abandoned, Begun, Committed, Event, Retired, RolloutState
 from gym_capture.capture.snapshot_codec import join_snapshot
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.rollout_ids import check_rollout_id
@@ -32,6 +34,7 @@ from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Location, SegmentReader, lock_directory
 
 _TELLING: Final = (RecordType.REGISTERED, RecordType.COMPLETED)
+_OVER: Final = (RecordType.COMMITTED, RecordType.ABANDONED)
 
 
 @dataclass(slots=True)
@@ -40,15 +43,35 @@ class _Rollout:
 
     epoch: int
     calls: array[int] = field(default_factory=lambda: array("Q"))
-    """Segment, offset and size of each record that is about a call."""
+    """Segment, offset and size of each record but those of the next two."""
+    intents: array[int] = field(default_factory=lambda: array("Q"))
     telling: array[int] = field(default_factory=lambda: array("Q"))
-    """The same, of those that say which rollout it is and how it ended."""
+    """Of those that say which rollout it is and how it ended."""
+    open_calls: set[str] | None = None
+    """Begun, and not over yet; None for none."""
+    is_in_order: bool = True
+    """Whether every call that is over was open before."""
     masking: list[Event] = field(default_factory=list)
     """Facts that stand nowhere: what damage adds."""
 
     @property
     def is_live(self) -> bool:
-        return bool(self.calls or self.telling or self.masking)
+        return bool(self.calls or self.intents or self.telling or self.masking)
+
+    @property
+    def needs_intents(self) -> bool:
+        return bool(self.open_calls) or not self.is_in_order
+
+    def begin(self, call_id: str) -> None:
+        self.open_calls = self.open_calls or set()
+        self.open_calls.add(call_id)
+
+    def end(self, call_id: str) -> None:
+        if self.open_calls and call_id in self.open_calls:
+            self.open_calls.remove(call_id)
+            self.open_calls = self.open_calls or None  # an empty set takes more than all else here
+        else:
+            self.is_in_order = False
 
 
 class LogReader:
@@ -106,7 +129,12 @@ class LogReader:
         state = RolloutState(rollout_id, rollout.epoch)
         records: dict[str, bytes] = {}
         problems: list[RecordProblem] = []
-        for location in _locations(rollout.calls + rollout.telling if calls else rollout.telling):
+        places = rollout.telling
+        if calls:
+            places = places + rollout.calls
+            if rollout.needs_intents:
+                places = places + rollout.intents
+        for location in _locations(places):
             try:
                 frame = read_record(self._reader, location)
             except OSError as error:
@@ -120,6 +148,9 @@ class LogReader:
                 records[frame.call_id] = frame.payload
         for event in rollout.masking:
             state.apply(event)
+        if calls and rollout.intents and not rollout.needs_intents:
+            over = (*state.of(Committed.kind), *state.of(Abandoned.kind))
+            state.facts[Begun.kind] = dict.fromkeys(over, b"")
         return state, records, problems
 
     # opening
@@ -146,7 +177,14 @@ class LogReader:
     def _note(self, frame: Frame, segment: int) -> None:
         rollout = self._of_epoch(frame.rollout_id, frame.epoch)
         if rollout is not None and frame.type is not RecordType.RETIRED:
-            places = rollout.telling if frame.type in _TELLING else rollout.calls
+            places = rollout.calls
+            if frame.type is RecordType.BEGUN:
+                places = rollout.intents
+                rollout.begin(frame.call_id)
+            elif frame.type in _OVER:
+                rollout.end(frame.call_id)
+            elif frame.type in _TELLING:
+                places = rollout.telling
             places.extend((segment, frame.offset, frame.size))
 
     def _of_epoch(self, rollout_id: str, epoch: int) -> _Rollout | None:

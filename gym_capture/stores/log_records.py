@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Final
 
-from gym_capture.capture.codec import decode_intent, peek_entry
+from gym_capture.capture.codec import decode_intent, entry_digest
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import RecordProblem
 from gym_capture.capture.rollout_state import (
@@ -60,7 +60,7 @@ def event_of(frame: Frame) -> Event:
             case RecordType.BEGUN:
                 return Begun(frame.epoch, decode_intent(frame.payload))
             case RecordType.COMMITTED:
-                return Committed(frame.epoch, frame.call_id, peek_entry(frame.payload).payload_digest)
+                return Committed(frame.epoch, frame.call_id, entry_digest(frame.payload))
             case RecordType.ABANDONED:
                 return Abandoned(frame.epoch, frame.call_id)
             case RecordType.INCOMPLETE:
