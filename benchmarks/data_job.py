@@ -14,7 +14,10 @@ is counted once. Ray's own processes, which a cluster has without a job, are rep
 NeMo Gym's package (`nemo_gym.token_id_capture`) is measured where it imports. Elsewhere a builder in its manner stands
 for it: `json.loads` of each line, digests of whole prompts, prefixes compared as lists.
 
-    python -m benchmarks.data_job [--rollouts 100000] [--folder DIRECTORY]     (DIRECTORY needs 110 KB a rollout)
+    python -m benchmarks.data_job [--rollouts 100000] [--long 400] [--folder DIRECTORY]
+
+DIRECTORY needs 110 KB a rollout. With fewer than 50,000 rollouts, evenness is reported and not judged: the smallest job
+is then too small to be measured.
 
 Prints one JSON object a line; exits non-zero if a claim does not hold.
 """
@@ -55,7 +58,7 @@ WORKERS: Final = 2
 LONG: Final = Shape(turns=50, root=2_000, new=300, generated=200)
 MANY: Final = Shape(turns=20, root=1_000, new=200, generated=100)
 FEW: Final = WORKERS * GROUP
-LONG_ROLLOUTS: Final = 400
+JUDGED_FROM: Final = 50_000
 PEER_ROLLOUTS: Final = 24
 _POLL_S: Final = 0.25
 _OF_THE_JOB: Final = ("python", "ray::MapBatches(_write_part)", "ray::IDLE", "ray::Watch", "ray::_LogOwner")
@@ -65,20 +68,21 @@ _OF_THE_JOB: Final = ("python", "ray::MapBatches(_write_part)", "ray::IDLE", "ra
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rollouts", type=int, default=100_000, help="of the largest job")
+    parser.add_argument("--long", type=int, default=400, help="rollouts of the job that is compared")
     parser.add_argument("--folder", type=Path, help="where files are made; default: the system's")
     asked = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="gym-capture-data-job-", dir=asked.folder) as folder, _Job() as job:
-        held = [_against_peer(job, Path(folder)), _many(job, Path(folder), asked.rollouts)]
+        held = [_against_peer(job, Path(folder), asked.long), _many(job, Path(folder), asked.rollouts)]
     return 0 if all(held) else 1
 
 
 # --- claims ----------------------------------------------------------------------------------------------------------
 
 
-def _against_peer(job: _Job, folder: Path) -> bool:
+def _against_peer(job: _Job, folder: Path, rollouts: int) -> bool:
     logs, files = folder / "long", folder / "files"
     write_log(logs / "few", LONG, rollouts=FEW)
-    log_bytes = write_log(logs / "all", LONG, rollouts=LONG_ROLLOUTS)
+    log_bytes = write_log(logs / "all", LONG, rollouts=rollouts)
     write_token_files(files / "few", LONG, rollouts=FEW)
     file_bytes = write_token_files(files / "all", LONG, rollouts=PEER_ROLLOUTS)
     peer, name = gym_builder(), "nemo_gym.token_id_capture"
@@ -88,7 +92,7 @@ def _against_peer(job: _Job, folder: Path) -> bool:
     ours_ms, peer_ms = [], []
     for _ in range(3):  # in turns, so that whatever else the machine does falls on both
         once = job.run(logs / "few", FEW)
-        ours_ms.append(1e3 * (job.run(logs / "all", LONG_ROLLOUTS).cpu_s - once.cpu_s) / (LONG_ROLLOUTS - FEW))
+        ours_ms.append(1e3 * (job.run(logs / "all", rollouts).cpu_s - once.cpu_s) / (rollouts - FEW))
         copy = folder / "copy"
         shutil.copytree(files / "all", copy)  # it leaves an index, and is faster the second time
         began = time.process_time()
@@ -104,7 +108,7 @@ def _against_peer(job: _Job, folder: Path) -> bool:
         ids=LONG.ids,
         cpu_ms=round(min(ours_ms), 2),
         once_cpu_s=round(once.cpu_s, 1),
-        log_kb=round(log_bytes / LONG_ROLLOUTS / 1e3),
+        log_kb=round(log_bytes / rollouts / 1e3),
         token_file_kb=round(file_bytes / PEER_ROLLOUTS / 1e3),
         from_token_files_cpu_ms=round(1e3 * over_files / (PEER_ROLLOUTS - FEW), 1),
         against=name,
@@ -143,7 +147,7 @@ def _many(job: _Job, folder: Path, most: int) -> bool:
             ok=True,
         )
     uneven = max(cpu_ms) / min(cpu_ms)
-    ok = uneven <= MAX_UNEVEN and took.peak_mb <= MAX_PEAK_MB
+    ok = (uneven <= MAX_UNEVEN or most < JUDGED_FROM) and took.peak_mb <= MAX_PEAK_MB
     _report(
         "data_job.growth",
         uneven=round(uneven, 2),
