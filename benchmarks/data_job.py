@@ -5,11 +5,12 @@ Gym's builder reads the same rollouts from token files; what a rollout costs doe
 a thousand to a hundred thousand; and those, of 20 turns, take no more than 1.5 GB of memory, in all processes of the
 job together.
 
-Processor time is that of all processes: driver, workers, owners of logs, and Ray's own. A job has costs that it pays
+Processor time is that of all processes of the job: driver, workers, owners of logs. A job has costs that it pays
 once - its workers begin, its logs are opened by actors. A build of a few rollouts shows them (`once_cpu_s`); what a
 rollout costs is counted without. The cluster runs before, as a user's does. Reported beside the claims: the same job
 over token files, and the throughput by the clock. Memory is the proportional share (PSS): what processes have in common
-is counted once. Ray's own processes, which a cluster has without a job, are reported beside the job's (`ray_mb`).
+is counted once. Ray's own processes, which a cluster has without a job and which take time whether or not there is one,
+are reported beside the job's.
 
 NeMo Gym's package (`nemo_gym.token_id_capture`) is measured where it imports. Elsewhere a builder in its manner stands
 for it: `json.loads` of each line, digests of whole prompts, prefixes compared as lists.
@@ -61,7 +62,8 @@ FEW: Final = WORKERS * GROUP
 JUDGED_FROM: Final = 50_000
 PEER_ROLLOUTS: Final = 24
 _POLL_S: Final = 0.25
-_OF_THE_JOB: Final = ("python", "ray::MapBatches(_write_part)", "ray::IDLE", "ray::Watch", "ray::_LogOwner")
+_IDLE: Final = "ray::IDLE"
+_OF_THE_JOB: Final = ("python", "ray::MapBatches(_write_part)", _IDLE, "ray::Watch", "ray::_LogOwner")
 """Processes by their names: the driver, workers, workers that have nothing to do yet or any more, the job's actors."""
 
 
@@ -92,7 +94,8 @@ def _against_peer(job: _Job, folder: Path, rollouts: int) -> bool:
     ours_ms, peer_ms = [], []
     for _ in range(3):  # in turns, so that whatever else the machine does falls on both
         once = job.run(logs / "few", FEW)
-        ours_ms.append(1e3 * (job.run(logs / "all", rollouts).cpu_s - once.cpu_s) / (rollouts - FEW))
+        took = job.run(logs / "all", rollouts)
+        ours_ms.append(1e3 * (took.cpu_s - once.cpu_s) / (rollouts - FEW))
         copy = folder / "copy"
         shutil.copytree(files / "all", copy)  # it leaves an index, and is faster the second time
         began = time.process_time()
@@ -108,6 +111,7 @@ def _against_peer(job: _Job, folder: Path, rollouts: int) -> bool:
         ids=LONG.ids,
         cpu_ms=round(min(ours_ms), 2),
         once_cpu_s=round(once.cpu_s, 1),
+        cpu_s_by_process={name: round(cpu_s, 1) for name, cpu_s in took.cpu_by_process.items()},
         log_kb=round(log_bytes / rollouts / 1e3),
         token_file_kb=round(file_bytes / PEER_ROLLOUTS / 1e3),
         from_token_files_cpu_ms=round(1e3 * over_files / (PEER_ROLLOUTS - FEW), 1),
@@ -144,6 +148,7 @@ def _many(job: _Job, folder: Path, most: int) -> bool:
             peak_mb=round(took.peak_mb),
             ray_mb=took.ray_mb,
             peak_mb_by_process=took.by_process,
+            cpu_s_by_process={name: round(cpu_s, 1) for name, cpu_s in took.cpu_by_process.items()},
             ok=True,
         )
     uneven = max(cpu_ms) / min(cpu_ms)
@@ -163,12 +168,17 @@ def _many(job: _Job, folder: Path, most: int) -> bool:
 
 
 class _Took(NamedTuple):
-    cpu_s: float
+    cpu_by_process: dict[str, float]
+    """Seconds, of each kind of process."""
     took_s: float
     peak_mb: float
     """Of the job's processes together."""
     by_process: dict[str, int]
     """MB of each kind of process at that time, Ray's own included."""
+
+    @property
+    def cpu_s(self) -> float:
+        return sum(cpu_s for name, cpu_s in self.cpu_by_process.items() if name in _OF_THE_JOB)
 
     @property
     def ray_mb(self) -> int:
@@ -208,7 +218,7 @@ class _Job:
         complete, ids = self._ours.recv()
         if complete != rollouts or ids == 0:
             raise RuntimeError(f"{complete} of {rollouts} rollouts are complete, with {ids} ids")
-        return _Took(used.cpu_s - before.cpu_s, took_s, used.peak_mb, used.peak_by_process)
+        return _Took(used.cpu_since(before), took_s, used.peak_mb, used.peak_by_process)
 
 
 class _Processes:
@@ -217,12 +227,17 @@ class _Processes:
     def __init__(self, first: psutil.Process) -> None:
         self._first = first
         self._cpu_s: dict[psutil.Process, float] = {}
+        self._names: dict[psutil.Process, str] = {}
         self.peak_mb = 0.0
         self.peak_by_process: dict[str, int] = {}
 
-    @property
-    def cpu_s(self) -> float:
-        return sum(self._cpu_s.values())
+    def cpu_since(self, before: _Processes) -> dict[str, float]:
+        """Processor seconds since an earlier look, by the names of processes."""
+        cpu_s: dict[str, float] = {}
+        for process, until_now in self._cpu_s.items():
+            name = self._names[process]
+            cpu_s[name] = cpu_s.get(name, 0.0) + until_now - before._cpu_s.get(process, 0.0)
+        return cpu_s
 
     def look(self) -> None:
         by_process: dict[str, float] = {}
@@ -230,6 +245,9 @@ class _Processes:
             try:
                 times, name = process.cpu_times(), process.name().split(".")[0]
                 self._cpu_s[process] = times.user + times.system
+                if name != _IDLE:  # what it was when it worked
+                    self._names[process] = name
+                self._names.setdefault(process, name)
                 by_process[name] = by_process.get(name, 0.0) + _pss_mb(process.pid)
             except (psutil.NoSuchProcess, psutil.ZombieProcess, OSError):
                 continue  # it has just ended
