@@ -45,7 +45,9 @@ SEGMENT_HEADER_BYTES: Final = 2 * (_SEGMENT_HEADER.size + _CRC.size)
 _MARKER: Final = b"\xf5GCF"
 """0xF5 stands in no UTF-8 text, so a resynchronizing reader rarely stops inside a record."""
 _FRAME_HEADER: Final = struct.Struct("<4sBBHIQ")
-_HEAD_BYTES: Final = _FRAME_HEADER.size + _CRC.size
+_HEAD: Final = struct.Struct(_FRAME_HEADER.format + "I")
+"""With its checksum."""
+_HEAD_BYTES: Final = _HEAD.size
 _MAX_KEY_BYTES: Final = 0xFFFF
 
 
@@ -200,14 +202,16 @@ def read_frame(data: bytes, seed: int) -> Frame | Damage:
 
 
 def _read_head(data: bytes, offset: int, seed: int) -> _Head | None:
-    if offset + _HEAD_BYTES > len(data) or data[offset : offset + len(_MARKER)] != _MARKER:
+    if offset + _HEAD_BYTES > len(data):
         return None
-    _, type_, starts_batch, key_len, payload_len, epoch = _FRAME_HEADER.unpack_from(data, offset)
+    marker, type_, starts_batch, key_len, payload_len, epoch, expected = _HEAD.unpack_from(data, offset)
+    if marker != _MARKER:
+        return None
     key_start = offset + _HEAD_BYTES
     payload_start = key_start + key_len
     key = data[key_start:payload_start]
     crc = zlib.crc32(key, zlib.crc32(data[offset : offset + _FRAME_HEADER.size], seed))
-    if crc != _CRC.unpack_from(data, offset + _FRAME_HEADER.size)[0]:
+    if crc != expected:
         return None
     return _Head(type_, starts_batch, epoch, key, payload_start, payload_start + payload_len + _CRC.size, crc)
 
