@@ -111,7 +111,7 @@ def test_every_rollout_is_the_one_that_the_store_has(log: Path) -> None:
     assert [each.outcome for each in found[2] if each.rollout_id == "told"] == [Outcome(reward=0.5)]
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_damage_masks_the_rollouts_that_it_masks_in_the_store(log: Path, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
