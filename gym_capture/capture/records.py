@@ -334,15 +334,17 @@ def whole_entry(suffix: EntrySuffix, *, prompt: IdArray, generation: IdArray) ->
 
 def _of_checked_parts(kind: type[_Record], record: CallRecord, **own: IdArray) -> _Record:
     made = object.__new__(kind)
-    for name in _COMMON:
-        object.__setattr__(made, name, getattr(record, name))
+    for read, write in _COMMON:
+        write(made, read(record))
     for name, ids in own.items():
         object.__setattr__(made, name, ids)
     return made
 
 
 _Record = TypeVar("_Record", TokenEntry, EntrySuffix)
-_COMMON: Final = tuple(each.name for each in fields(CallRecord))
+_SLOTS: Final = tuple(vars(CallRecord)[each.name] for each in fields(CallRecord))
+_COMMON: Final = tuple((slot.__get__, slot.__set__) for slot in _SLOTS)
+"""Past what keeps records from being changed: they are being made."""
 
 
 # --- a frozen rollout --------------------------------------------------------------------------------------------

@@ -85,6 +85,8 @@ class BuildThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
 
     async def __aenter__(self) -> BuildThread:
+        # What pyarrow loads for its first list takes long: better while agents play than while a group waits.
+        self._executor.submit(pa.array, [[0]])
         return self
 
     async def __aexit__(self, *_: object) -> None:
