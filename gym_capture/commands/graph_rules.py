@@ -9,9 +9,10 @@ Flow: the `args` of one application, as they stand in the file -> `check` -> pro
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import TypeAdapter, ValidationError
 from ray.serve.schema import RayActorOptionsSchema
@@ -22,6 +23,9 @@ from gym_capture.commands.model import SmallModel
 from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs, Object
 
+_PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""vLLM's arguments that each multiply the GPUs of an engine."""
+
 
 def check(args: Mapping[str, Any], at: Location) -> Findings:
     """`at`: where in the file `args` stands. Imports vLLM, which takes seconds, if the arguments use its names."""
@@ -29,6 +33,7 @@ def check(args: Mapping[str, Any], at: Location) -> Findings:
     engine = GraphArgs.model_fields["engine"].default
     if args.get("engine", engine) == engine:
         problems += _unknown_to_vllm(args, at)
+        problems += _too_few_gpus(args, at)
     return Findings(problems, list(_not_here(args, at)))
 
 
@@ -52,6 +57,23 @@ def _unknown_to_vllm(args: Mapping[str, Any], at: Location) -> Iterator[str]:
     for key, name in parsers.items():
         if name not in registered[key]:
             yield f"{dotted((*at, key))}: vLLM has no {name!r}{nearest(name, registered[key])}"
+
+
+def _too_few_gpus(args: Mapping[str, Any], at: Location) -> Iterator[str]:
+    """An engine sees the GPUs that Ray gives it, on one node. What runs without any, on CPUs, asks for none."""
+    engine_args, gpus = _object(args, "engine_args"), _object(args, "ray_actor_options").get("num_gpus")
+    if not isinstance(gpus, int | float) or not gpus or engine_args.get("distributed_executor_backend") == "ray":
+        return
+    sizes = {key: engine_args.get(key, 1) for key in _PARALLEL}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return  # for vLLM to report
+    needed = math.prod(sizes.values())
+    if needed > max(gpus, 1):  # several small engines may share one
+        named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size != 1)
+        yield (
+            f"{dotted((*at, 'ray_actor_options', 'num_gpus'))}: an engine of {named} needs {needed} GPUs of its node, "
+            f"and asks Ray for {gpus:g}"
+        )
 
 
 def _not_here(args: Mapping[str, Any], at: Location) -> Iterator[str]:
