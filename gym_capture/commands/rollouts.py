@@ -192,7 +192,7 @@ async def _play(
     from gym_capture.rollouts.exchanges import Exchanges
     from gym_capture.rollouts.job import JobRun
     from gym_capture.rollouts.jobfile import prepare, tasks_of
-    from gym_capture.rollouts.on_graph import endpoints, play_on_graph
+    from gym_capture.rollouts.on_graph import endpoints, play_on_graph, watched
     from gym_capture.rollouts.on_ray import on_ray
     from gym_capture.rollouts.rows import exchange_of
 
@@ -230,12 +230,16 @@ async def _play(
                 keep=keep,
                 progress=progress,
                 keyring=keyring,
+                note=note,
             )
             summaries.append(played)
 
         async def play_on_ray(on_over: Callable[[RolloutRow], None]) -> None:
             to = endpoints(endpoint.url, keyring)
-            async with on_ray(job, endpoint=to, clear=clear, close=close, note=note) as attempts:
+            async with (
+                on_ray(job, endpoint=to, clear=clear, close=close, note=note) as attempts,
+                watched(endpoint.url, options, note) as outage,
+            ):
                 run = JobRun(
                     tasks=tasks,
                     options=options,
@@ -243,6 +247,7 @@ async def _play(
                     settings=job.settings,
                     directory=job.out,
                     keep=keep,
+                    outage=outage,
                 )
                 summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
 
