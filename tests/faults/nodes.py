@@ -49,6 +49,8 @@ _NAMESPACE: Final = "jobs"
 _SHARDS: Final = 3
 _WITHIN_S: Final = 600.0
 _ON_ITS_WAY_S: Final = 0.5
+_CALLS: Final = 3
+"""Of a rollout of the tool loop, which is what the jobs play."""
 _ROOM: Final = {"engine": 1}
 _ACCESS: Final = re.compile(
     r"http_frontend (?P<backend>\S+)/(?P<server>\S+) \S+ (?P<status>\d+) \S+ - - (?P<end>\S{4}) .*"
@@ -182,12 +184,14 @@ class Site:
                         return set(servers)
                 await asyncio.sleep(0.2)
 
-    async def lose_one_in_the_middle(self) -> str:
-        """Kills a node of an engine, with all that is on it, in the middle of calls. Returns which engine it was."""
+    async def lose_one_in_the_middle(self, job: Played) -> str:
+        """Kills a node of an engine, with all that is on it, in the middle of calls and of rollouts. Returns which
+        engine it was.
+        """
         async with asyncio.timeout(_WITHIN_S):
             while True:
                 for node in self.engines:
-                    if lost := await self._held_in_the_middle(node):
+                    if lost := await self._held_in_the_middle(node, job):
                         self.lose(node)
                         return lost
                 await asyncio.sleep(0.05)
@@ -196,23 +200,32 @@ class Site:
         self.nodes.lose(node)
         self.engines.remove(node)
 
-    async def _held_in_the_middle(self, node: Node) -> str | None:
-        """Stops all that is on a node, with its engine in the middle of calls, or goes on."""
+    async def _held_in_the_middle(self, node: Node, job: Played) -> str | None:
+        """Stops all that is on a node, with its engine in the middle of calls and of rollouts, or goes on."""
         held = self.nodes.below(node)
         ports = {port for process in held for port in _listens(process)}
-        if not self._busy(ports):
+        if not self._busy(ports, job):
             return None
         _signal(held, signal.SIGSTOP)  # so that no call ends meanwhile
         await asyncio.sleep(_ON_ITS_WAY_S)  # but for one whose reply is on its way
-        if busy := self._busy(ports):
+        if busy := self._busy(ports, job):
             return busy
         _signal(held, signal.SIGCONT)
         return None
 
-    def _busy(self, ports: set[int]) -> str | None:
-        """The engine that listens there, if calls of it are under way."""
-        busy = [server.name for server in self.servers().values() if server.port in ports and server.calls]
-        return busy[0] if busy else None
+    def _busy(self, ports: set[int], job: Played) -> str | None:
+        """The engine that listens there, if calls of it are under way, and rollouts between two calls or in the second
+        or third.
+        """
+        over = {row["rollout_id"] for row in job.rows()}
+        answered = Counter(
+            (each.server, each.rollout_id)
+            for each in self.log.requests()
+            if each.acknowledged and each.rollout_id.startswith(f"{job.name}.") and each.rollout_id not in over
+        )
+        in_the_middle = {server for (server, _), calls in answered.items() if calls % _CALLS}
+        found = [server.name for server in self.servers().values() if server.port in ports and server.calls]
+        return next((name for name in found if name in in_the_middle), None)
 
     async def redeploy(self, **options: Any) -> None:
         """Other options of the deployment, as a user does who has edited the config."""
@@ -428,16 +441,16 @@ async def run(site: Site) -> dict[str, Verdict]:
     await site.up(2)
     played = job("node-lost", rollouts=96, concurrency=8)
     await played.has(rows=8)
-    await site.lose_one_in_the_middle()
+    await site.lose_one_in_the_middle(played)
     site.add()
     both = await site.up(2)
     verdict = await judge(played, 96)
-    if not verdict.cut:
-        verdict.wrong.append("no call was cut")
+    if not verdict.cut or not verdict.moved:
+        verdict.wrong.append("no call was cut, or no rollout went on at another engine")
 
     played = job("node-lost-with-workers", rollouts=48, concurrency=8, on="ray")
     await played.has(rows=8)
-    await site.lose_one_in_the_middle()
+    await site.lose_one_in_the_middle(played)
     site.add()
     verdict = await judge(played, 48)
     if verdict.failures.keys() - {AttemptFailure.NODE_LOST}:
@@ -460,7 +473,7 @@ async def run(site: Site) -> dict[str, Verdict]:
 
     played = job("all-lost", rollouts=24, concurrency=6)
     await played.has(rows=4)
-    await site.lose_one_in_the_middle()
+    await site.lose_one_in_the_middle(played)
     for node in list(site.engines):
         site.lose(node)
     site.add()
