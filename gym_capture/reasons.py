@@ -518,6 +518,11 @@ class AttemptFailure(Reason):
         "The process that played the attempt is gone: with its node, or killed, e.g. for want of memory.",
         "It was tried again elsewhere. If workers go often, have them play fewer rollouts (`ray.rollouts_per_worker`).",
     )
+    GRAPH_LOST = (
+        "graph_lost",
+        "The attempt failed, and the graph did not answer then; `detail` begins with what the failure looked like.",
+        "It was played again once the graph answered. Look into the graph's log for what ended it.",
+    )
     BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
     FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")
 

@@ -37,6 +37,7 @@ _FIRST: Final = (
     _SERVING_ON_RAY,
     "tests/data",
     "tests/engines/test_vllm_engine.py",
+    "tests/faults/test_nodes.py",
     "tests/faults/test_scaling.py",
     "tests/faults/test_vllm_replica.py",
     "tests/contract/test_actor_store.py",

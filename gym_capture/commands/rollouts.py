@@ -203,7 +203,7 @@ async def _play(
     from gym_capture.rollouts.exchanges import Exchanges
     from gym_capture.rollouts.job import JobRun
     from gym_capture.rollouts.jobfile import prepare, tasks_of
-    from gym_capture.rollouts.on_graph import endpoints, play_on_graph
+    from gym_capture.rollouts.on_graph import endpoints, play_on_graph, watched
     from gym_capture.rollouts.on_ray import on_ray
     from gym_capture.rollouts.progress import looking
     from gym_capture.rollouts.rows import exchange_of
@@ -246,14 +246,16 @@ async def _play(
                 counting=counting,
                 progress=progress,
                 keyring=keyring,
+                note=note,
             )
             summaries.append(played)
 
         async def play_on_ray(on_over: Callable[[RolloutRow], None]) -> None:
             to = endpoints(endpoint.url, keyring)
-            async with on_ray(
-                job, endpoint=to, clear=fence.clear, close=fence.close, resume=resume, note=note
-            ) as attempts:
+            async with (
+                on_ray(job, endpoint=to, clear=fence.clear, close=fence.close, resume=resume, note=note) as attempts,
+                watched(endpoint.url, options, note) as outage,
+            ):
                 run = JobRun(
                     tasks=tasks,
                     options=options,
@@ -263,6 +265,7 @@ async def _play(
                     resume=resume,
                     keep=keep,
                     counting=counting,
+                    outage=outage,
                 )
                 summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.catalog import environment_factory, harness_factory, task_maker
@@ -99,6 +99,10 @@ class LimitsSection(_Section):
     """Seconds that its tear-down may take."""
     retry_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _JOB_DEFAULTS.retry_wait_s
     """The wait before the first retry; it doubles, up to 30 s."""
+    max_lost: NonNegativeInt = _JOB_DEFAULTS.max_lost
+    """Attempts that may be lost with their node or their graph, beside `max_attempts`."""
+    outage_timeout_s: Seconds = _JOB_DEFAULTS.outage_timeout_s
+    """How long the job waits for a graph that does not answer."""
 
 
 class RaySection(_Section):

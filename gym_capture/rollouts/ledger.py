@@ -35,6 +35,8 @@ ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
 ATTEMPTS_FILE: Final = "attempts.jsonl"
 FORMAT_VERSION: Final = 2
+LOST: Final = frozenset({AttemptFailure.NODE_LOST, AttemptFailure.GRAPH_LOST})
+"""Failures of attempts that were lost with what they ran on."""
 """Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
@@ -191,9 +193,9 @@ class Ledger:
 
     def last_uncut(self, place: Place) -> int:
         """The number of the last attempt at a rollout that came to an end of its own; 0: none did. Those after it were
-        cut: with the job, or with the node that they were played on."""
+        cut: with the job, or with the node or the graph that they were played on."""
         attempt = self.attempts.get(place, 0)
-        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) == AttemptFailure.NODE_LOST:
+        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in LOST:  # no row: no end
             attempt -= 1
         return attempt
 
