@@ -35,9 +35,9 @@ ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
 ATTEMPTS_FILE: Final = "attempts.jsonl"
 FORMAT_VERSION: Final = 2
+"""Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 LOST: Final = frozenset({AttemptFailure.NODE_LOST, AttemptFailure.GRAPH_LOST})
 """Failures of attempts that were lost with what they ran on."""
-"""Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
 _LONGEST_DIFFERENCE: Final = 200
