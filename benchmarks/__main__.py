@@ -7,7 +7,7 @@ running.
 Flow: a benchmark's JSON lines go to stdout as they come -> a table of all of them, with the targets, goes to stderr ->
 exit code 1 if a target is missed or a benchmark failed, 130 if it was interrupted.
 
-    python -m benchmarks [--quick] [core files jobs data_job store state mirrored trainer scale serving multi_turn]
+    python -m benchmarks [--quick] [core files jobs data_job store state mirrored trainer scale ...]
 
 `--quick` is a look at whether all of it runs, with loads too small for the figures to mean much.
 """
@@ -76,6 +76,7 @@ BENCHMARKS: Final = (
         ("--rounds", "2", "--rollouts", "4"),
         quick=("--model", "tiny", "--rounds", "1", "--rollouts", "2", "--turns", "4"),
     ),
+    Benchmark("weights", 1800, quick=("--model", "tiny", "--rounds", "1", "--seconds", "12")),
 )
 
 

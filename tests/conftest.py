@@ -39,6 +39,8 @@ _FIRST: Final = (
     "tests/engines/test_vllm_engine.py",
     "tests/faults/test_nodes.py",
     "tests/faults/test_scaling.py",
+    "tests/faults/test_vllm_weights.py",
+    "tests/faults/test_weights.py",
     "tests/faults/test_vllm_replica.py",
     "tests/contract/test_actor_store.py",
     "tests/rollouts/test_on_ray.py",

@@ -72,7 +72,7 @@ OTHER_WORDS = {
     ("masked", "trainer_bridge/stream.py"): "a column",
     ("incomplete", "trainer_bridge/responses.py"): "a response's status",
 }
-TAKES_COLONS_APART = {"gym_capture/imports.py"}  # import paths, `module:name`
+TAKES_COLONS_APART = {"gym_capture/imports.py", "gym_capture/auth.py"}  # `module:name`, `user:password`
 
 
 @functools.cache
