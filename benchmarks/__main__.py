@@ -7,7 +7,7 @@ running.
 Flow: a benchmark's JSON lines go to stdout as they come -> a table of all of them, with the targets, goes to stderr ->
 exit code 1 if a target is missed or a benchmark failed, 130 if it was interrupted.
 
-    python -m benchmarks [--quick] [core files jobs store state mirrored scale serving multi_turn]
+    python -m benchmarks [--quick] [core files jobs store state mirrored trainer scale serving multi_turn]
 
 `--quick` is a look at whether all of it runs, with loads too small for the figures to mean much.
 """
@@ -61,6 +61,7 @@ BENCHMARKS: Final = (
     Benchmark("store", 600),
     Benchmark("state", 1200),
     Benchmark("mirrored", 600),
+    Benchmark("trainer", 600, quick=("--rounds", "1")),
     Benchmark("scale", 1200, quick=("--few", "10", "--many", "100", "--calls", "4")),
     Benchmark(
         "serving",

@@ -47,6 +47,7 @@ OTHER_WORDS = {
     ("failed", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
     ("incomplete", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
     ("masked", "trainer_bridge/finished.py"): "a column",
+    ("masked", "gym_capture/data/prefixes.py"): "a column",
     ("incomplete", "gym_capture/capture/snapshot_codec.py"): "a field of a snapshot",
     ("incomplete", "gym_capture/data/record_files.py"): "a column",
     ("incomplete", "gym_capture/capture/record_rows.py"): "a column",

@@ -353,11 +353,11 @@ def test_a_reason_is_explained_and_in_the_docs(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "gym_capture" / "reasons.py").write_text(patched("gym_capture/reasons.py"), encoding="utf-8")
 
-    explained = python("-m", "gym_capture.cli", "explain", "too_long", "--json", cwd=tmp_path)
+    explained = python("-m", "gym_capture.cli", "explain", "too_short", "--json", cwd=tmp_path)
     assert json.loads(explained.stdout)["kind"] == "left_out"
     table = python("-m", "gym_capture.commands.explain", cwd=tmp_path)  # as `make reasons-table` does
     (tmp_path / "docs" / "reasons.md").write_text(table.stdout, encoding="utf-8")
-    assert "| `too_long` | One of the rollout's sequences" in table.stdout
+    assert "| `too_short` | One of the rollout's sequences" in table.stdout
     checked = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reasons.py", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
 
