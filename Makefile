@@ -8,11 +8,12 @@ WORKERS ?= 3
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
 CLAUDE_CODE := $(CURDIR)/$(CLIENTS)/node_modules/@anthropic-ai/claude-code/cli-wrapper.cjs
+TRAINERS_READY := tests/trainers/.packages/.ready
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -53,6 +54,16 @@ test-faults: $(READY)  ## clients leave, engines and nodes go, every part is kil
 	$(BIN)/python -m tests.faults.nodes
 	$(BIN)/python -m tests.faults $(ARGS)
 
+test-trainers: $(READY) $(TRAINERS_READY)  ## exports through the code of verl, TRL, SkyRL, NeMo Gym, OpenEnv, tinker (4 minutes; 250 MB of packages)
+	TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m pytest -q --disable-warnings tests/trainers/with_*.py $(ARGS)
+
+# --no-deps: what else they ask for is here already, or not used by what is tried. --ignore-requires-python: as a whole,
+# some of them want a later one.
+$(TRAINERS_READY): requirements/trainers.txt
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --ignore-requires-python --target $(@D) -r $<
+	@touch $@
+
 # --ignore-scripts: nothing of a package runs before a test calls it.
 $(CLIENTS)/node_modules/.ready: $(CLIENTS)/package.json $(CLIENTS)/package-lock.json
 	@node -e 'process.exit(parseInt(process.versions.node) < 20 ? 1 : 0)' 2>/dev/null && command -v npm >/dev/null \
@@ -90,4 +101,4 @@ reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it m
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
 
 clean:  ## remove .venv and caches of tools
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent tests/trainers/.packages

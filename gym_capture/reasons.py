@@ -528,7 +528,7 @@ class AttemptFailure(Reason):
 
 
 class LeftOutReason(Reason):
-    """Why a training step left a whole rollout out."""
+    """Why a training step or an export left a whole rollout out."""
 
     MASKED = ("masked", "The rollout is masked.", "`mask_reasons` of its row say why.")
     TRUNCATED = (
@@ -561,6 +561,11 @@ class LeftOutReason(Reason):
         "no_trained_tokens",
         "None of its tokens has a loss and a finite log probability.",
         "Look at the rollout's `excluded_tokens`.",
+    )
+    NO_REWARD = (
+        "no_reward",
+        "The rollout has no finite reward, and the trainer is to compare it.",
+        "Build with rewards.",
     )
 
 

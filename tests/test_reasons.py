@@ -61,6 +61,8 @@ OTHER_WORDS = {
     ("truncated", "gym_capture/data/schema.py"): "a column",
     ("truncated", "gym_capture/data/requests.py"): "a column",
     ("truncated", "trainer_bridge/stream.py"): "a column",
+    ("truncated", "trainer_bridge/finished.py"): "a column",
+    ("truncated", "trainer_bridge/verl.py"): "a field of a row",
     ("refused", "gym_capture/splice/audit.py"): "a verdict",
     ("refused", "gym_capture/commands/audit_template.py"): "a verdict",
     ("connection", "gym_capture/serving/gateway.py"): "a header",

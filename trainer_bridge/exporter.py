@@ -6,21 +6,24 @@ files appear together, or not at all.
 Flow: the files of a build -> `read_finished` -> groups -> `Exporter.export` writes its files -> they appear in `out`.
 
 To add one: a module beside `nemo_rl.py` with a class as `Exporter` says, and a line in `EXPORTERS`. Then `gym-capture
-export --to NAME` knows it. `FinishedRollout` is all that it gets; a test puts what it writes through the trainer's own
-reader, or through the rules of that, as `tests/trainer_bridge/test_nemo_rl.py` does.
+export --to NAME` knows it. `FinishedRollout` is all that it gets. Where a line of the file is an object of the trainer,
+`lines.LinesExporter` is that class, and what is left to write is one function. A test puts what it writes through the
+trainer's own reader, as those in `tests/trainers` do, or through the rules of that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol, TypeAlias
 
 from gym_capture.data.staged_files import staged_files
+from trainer_bridge import openenv, prime_rl, skyrl, tinker, trl_rollouts, verl
 from trainer_bridge.finished import COLUMNS, FinishedRollout, groups, read_finished
 from trainer_bridge.nemo_rl import NemoRlExporter
+from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import count_rows, parquet_batches
 
 Create: TypeAlias = Callable[[str], AbstractContextManager[BinaryIO]]
@@ -40,12 +43,23 @@ class Exporter(Protocol):
         """The files it writes, as shell patterns: an earlier export is known by them."""
         ...
 
-    def export(self, rollouts: Iterable[tuple[FinishedRollout, ...]], create: Create) -> None:
-        """Writes the groups, one in memory at a time. Raises `RecordError` for what the trainer could not read."""
+    def export(self, rollouts: Iterable[tuple[FinishedRollout, ...]], create: Create) -> Delivery:
+        """Writes the groups, one in memory at a time, and says what of them the trainer gets.
+
+        Raises `RecordError` for what the trainer could not read.
+        """
         ...
 
 
-EXPORTERS: Final[tuple[Exporter, ...]] = (NemoRlExporter(),)
+EXPORTERS: Final[tuple[Exporter, ...]] = (
+    NemoRlExporter(),
+    verl.EXPORTER,
+    trl_rollouts.EXPORTER,
+    skyrl.EXPORTER,
+    prime_rl.EXPORTER,
+    openenv.EXPORTER,
+    tinker.EXPORTER,
+)
 """All that there are."""
 
 
@@ -58,6 +72,8 @@ class ExportReport:
     masked: int = 0
     without_input: int = 0
     """Rollouts of which nobody said what the agent was given."""
+    delivery: Delivery = field(default_factory=Delivery)
+    """What the trainer gets of them."""
 
 
 def export_files(
@@ -95,5 +111,5 @@ def export_files(
             staged.add(name, name)
             return staged.staging.create(name)
 
-        exporter.export(counted(), create)
+        report.delivery = exporter.export(counted(), create)
     return report

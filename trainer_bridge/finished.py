@@ -18,7 +18,7 @@ from gym_capture.build.builder import BuildCounts
 from gym_capture.build.trajectories import Trajectory
 from gym_capture.data.schema import read_pairs, read_spans, read_tensor
 from gym_capture.errors import RecordError
-from trainer_bridge.stream import Batch, rows_by_rollout
+from trainer_bridge.stream import Batch, TrainRollout, TrainSequence, rows_by_rollout
 
 JsonObject: TypeAlias = dict[str, Any]
 
@@ -28,7 +28,7 @@ COLUMNS: Final = (
     *("rollout_id", "group_id", "trajectory_id", "is_main", "call_ids", "token_ids", "loss_mask", "log_probs", "spans"),
     *("finish_reason", "reward", "reward_components", "masked", "mask_reasons", "routed_experts", "sampling_mask"),
     *("output_items", "token_item_indices", "model", "agent_name", "input", "call_rewards", "span_sampling"),
-    *("sample", "attempt"),
+    *("sample", "attempt", "advantage", "truncated"),
     *_COUNTS,
 )
 """The columns of a table of trajectories that exporters read."""
@@ -72,6 +72,26 @@ class FinishedRollout:
     sample: int | None = None
     attempt: int | None = None
     """Which sample of its task it is, from 0, and which attempt at it, from 1. None: nobody said."""
+    advantage: float | None = None
+    """Against the unmasked rollouts of its group. None: it has no group, or it has not been computed."""
+    outgrown: bool = False
+    """Its conversation outgrew the model's context: a further call was refused."""
+
+    def for_training(self) -> TrainRollout:
+        """Its ids and numbers, without the texts: what the stream gives of the same rollout."""
+        return TrainRollout(
+            rollout_id=self.rollout_id,
+            group_id=self.group_id,
+            sequences=tuple(map(_sequence, self.trajectories)),
+            reward=self.reward,
+            advantage=self.advantage,
+            masked=self.masked,
+            mask_reasons=self.mask_reasons,
+            outgrown=self.outgrown,
+            sample=self.sample,
+            attempt=self.attempt,
+            call_rewards=self.call_rewards,
+        )
 
 
 def read_finished(batches: Iterable[Batch]) -> Iterator[FinishedRollout]:
@@ -111,6 +131,8 @@ def _finished(rows: Sequence[dict[str, Any]]) -> FinishedRollout:
         call_rewards=read_pairs(first.get("call_rewards") or ()),
         sample=first.get("sample"),
         attempt=first.get("attempt"),
+        advantage=first["advantage"],
+        outgrown=bool(first.get("truncated")),
     )
 
 
@@ -139,4 +161,17 @@ def _trajectory(row: Mapping[str, Any]) -> Trajectory:
         finish_reason=row["finish_reason"],
         routed_experts=read_tensor(row["routed_experts"]),
         sampling_mask=read_tensor(row["sampling_mask"]),
+    )
+
+
+def _sequence(trajectory: Trajectory) -> TrainSequence:
+    return TrainSequence(
+        trajectory_id=trajectory.trajectory_id,
+        is_main=trajectory.is_main,
+        token_ids=trajectory.token_ids,
+        loss_mask=trajectory.loss_mask,
+        log_probs=trajectory.log_probs,
+        finish_reason=trajectory.finish_reason,
+        spans=trajectory.spans,
+        routed_experts=trajectory.routed_experts,
     )

@@ -33,6 +33,7 @@ from gym_capture.errors import RecordError
 from gym_capture.reasons import MaskReason
 from trainer_bridge.finished import FinishedRollout, JsonObject, Turn
 from trainer_bridge.responses import empty_message, response_item, response_object, usage
+from trainer_bridge.samples import Delivery
 
 _FILE: Final = "rollouts.jsonl"
 
@@ -63,12 +64,27 @@ class NemoRlExporter:
         self,
         rollouts: Iterable[tuple[FinishedRollout, ...]],
         create: Callable[[str], AbstractContextManager[BinaryIO]],
-    ) -> None:
+    ) -> Delivery:
         """Raises what `project` raises; warns of groups that NeMo-RL would not compare."""
+        delivery = Delivery()
         with create(_FILE) as file:
             for group in rollouts:
-                for record in project_group(group):
+                for rollout, record in zip(group, project_group(group), strict=True):
                     file.write(row_json(record) + b"\n")
+                    _count(delivery, rollout, masked=record["mask_sample"])
+        return delivery
+
+
+def _count(delivery: Delivery, rollout: FinishedRollout, *, masked: bool) -> None:
+    """A masked record is a row that trains nothing: it stays in its group."""
+    delivery.rows += 1
+    if masked:
+        return
+    main, *others = rollout.trajectories
+    delivery.trained_tokens += main.generated_tokens
+    delivery.other_chains += len(others)
+    delivery.tokens_of_other_chains += sum(other.generated_tokens for other in others)
+    delivery.note_sampling(main.spans)
 
 
 def project_group(rollouts: Sequence[FinishedRollout]) -> list[JsonObject]:

@@ -54,6 +54,8 @@ class TrainSequence:
     finish_reason: str | None
     spans: tuple[Span, ...] = ()
     """The segments with loss: the call, the version of the weights and the sampling parameters of each."""
+    routed_experts: npt.NDArray[Any] | None = None
+    """[T - 1 or T, layers, topk]. None: not recorded, or not read."""
 
     @property
     def weight_versions(self) -> frozenset[str]:

@@ -9,6 +9,7 @@ was exported.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -18,6 +19,7 @@ from rich.markup import escape
 from gym_capture.commands.building import progress_bar
 from gym_capture.errors import ConfigError
 from trainer_bridge.exporter import EXPORTERS, Exporter, export_files
+from trainer_bridge.samples import Delivery
 
 _NAMES = ", ".join(exporter.name for exporter in EXPORTERS)
 
@@ -40,15 +42,43 @@ def command(
     for warning in caught[:1]:
         more = f" (and so {len(caught) - 1} more)" if len(caught) > 1 else ""
         console.print(f"[yellow]warning:[/] {escape(str(warning.message))}{more}")
-    if report.without_input:
+    for text in _said(report.delivery):
+        console.print(f"[yellow]warning:[/] {escape(text)}")
+    if report.without_input and exporter.name == "nemo-rl":
         console.print(
             f"[yellow]warning:[/] of {report.without_input:,} rollouts nobody said what the agent was given (`input` "
             "in the list of rollouts): what is exported has the ids of their prompts, not the text"
         )
     typer.echo(
         f"{report.rollouts:,} rollouts in {report.groups:,} groups for {exporter.name}, {report.masked:,} of them "
-        f"masked: {out}"
+        f"masked: {report.delivery.rows:,} rows, {report.delivery.trained_tokens:,} ids to train on: {out}"
     )
+
+
+def _said(delivery: Delivery) -> Iterator[str]:
+    """What of the data the trainer does not get as it is."""
+    for reason, count in sorted(delivery.left_out.items()):
+        yield f"left out {count:,} rollouts: {reason} (gym-capture explain {reason})"
+    if delivery.other_chains:
+        yield (
+            f"this trainer takes one trajectory of a rollout: {delivery.other_chains:,} others, with "
+            f"{delivery.tokens_of_other_chains:,} ids to train on, are not in the export"
+        )
+    if delivery.split_rollouts:
+        yield (
+            f"{delivery.split_rollouts:,} rollouts have several rows: a loss that averages over rows weighs them more, "
+            "one that averages over ids does not"
+        )
+    if delivery.unknown_log_probs:
+        yield f"{delivery.unknown_log_probs:,} sampled ids have no log probability on record, and are not trained"
+    if delivery.temperatures - {1.0}:
+        found = ", ".join(f"{value:g}" for value in sorted(delivery.temperatures))
+        yield f"ids were sampled at temperature {found}: set the trainer's temperature to it"
+    if delivery.reshaped:
+        yield (
+            f"ids of {delivery.reshaped:,} rows were sampled with top-p, top-k, penalties or constraints: the "
+            "trainer's probabilities are of another distribution"
+        )
 
 
 def _named(name: str) -> Exporter:

@@ -11,8 +11,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from gym_capture import cli
+from gym_capture.capture.record_rows import row_json
 from gym_capture.data.schema import OPTIONAL
+from trainer_bridge import verl
+from trainer_bridge.exporter import EXPORTERS
+from trainer_bridge.loop import groups_of
 from trainer_bridge.nemo_rl import contiguity_walk
+from trainer_bridge.samples import Delivery
+from trainer_bridge.stream import parquet_batches, read_rollouts
 
 
 def line(call_id: str, prompt: list[int], generation: list[int], **fields: Any) -> dict[str, Any]:
@@ -141,3 +147,30 @@ def test_trajectories_of_before_exporters_say_what_to_do(
     pq.write_table(table.drop_columns(sorted(OPTIONAL)), built / "part-00000.parquet")
     assert gym_capture("export", built, "--to", "nemo-rl", "--agent", "a", "--out", tmp_path / "nemo") == 2
     assert "was built by an earlier version; build it again" in capsys.readouterr().err
+
+
+def test_each_trainer_gets_a_file_and_is_told_what_is_not_in_it(
+    built: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for exporter in EXPORTERS:
+        out = tmp_path / exporter.name
+        assert gym_capture("export", built, "--to", exporter.name, "--agent", "other", "--out", out) == 0
+        shown = capsys.readouterr()
+        rows = 3 if exporter.name == "nemo-rl" else 2  # its masked records are rows of it
+        assert f"1 of them masked: {rows} rows, 4 ids to train on: {out}" in shown.out
+        assert ("left out 1 rollouts: masked (gym-capture explain masked)" in shown.err) is (rows == 2)
+        (file,) = [path for path in out.iterdir() if not path.name.startswith(("_", "."))]
+        assert file.match(exporter.files[0])
+        lines = [json.loads(text) for text in file.read_text().splitlines()]
+        assert len(lines) == (1 if exporter.name == "skyrl" else rows)
+        if exporter.name == "tinker":
+            assert [each["loss_fn_inputs"]["mask"]["data"] for each in lines] == [[0, 1, 0, 1, 1], [0, 1]]
+
+
+def test_the_file_of_a_build_is_what_the_stream_gives(built: Path, tmp_path: Path) -> None:
+    assert gym_capture("export", built, "--to", "verl", "--out", tmp_path / "verl") == 0
+    streamed = [
+        row for group in groups_of(read_rollouts(parquet_batches(built))) for row in verl.project(group, Delivery())
+    ]
+    written = (tmp_path / "verl" / verl.FILE).read_text().splitlines()
+    assert [json.loads(row_json(row)) for row in streamed] == list(map(json.loads, written))

@@ -12,7 +12,12 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 ROOT: Final = Path(__file__).parents[2]
-PAGES: Final = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES: Final = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/trainers").glob("*.md")),
+)
 
 _FILE: Final = re.compile(r"# ([\w/]+\.py)\n")
 

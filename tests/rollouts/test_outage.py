@@ -99,7 +99,7 @@ class Losing:
     async def place(self) -> Play:
         return self._play
 
-    async def _play(self, rollout_id: str, task: Task, *, supersedes: Any = ()) -> Outcome:
+    async def _play(self, rollout_id: str, task: Task, *, before: Any = None) -> Outcome:
         self.played += 1
         return Outcome(Failed(self._reasons[(self.played - 1) % len(self._reasons)], "gone"), None)
 

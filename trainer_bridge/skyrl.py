@@ -1,0 +1,59 @@
+"""Groups as SkyRL's generators give them: a `GeneratorOutput`, step-wise.
+
+Invariant: the rows of a rollout stand together, and its main chain, the last of them, is marked `is_last_step`. SkyRL
+compares rollouts by that row and gives its advantage to the others, so a rollout in several rows counts once in the
+baseline; masked ones have no row.
+
+Flow: a group -> `Delivery.samples` -> `generator_output`, columns with an element for each row -> a line.
+
+For `generator.step_wise_trajectories=true`. Of `GeneratorOutput` only `trajectory_ids` are not plain: each is what a
+`TrajectoryID` is made of. SkyRL's outcome advantages ignore the rewards of rows that are not last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Final
+
+from trainer_bridge.finished import JsonObject
+from trainer_bridge.lines import LinesExporter
+from trainer_bridge.samples import Delivery, session_numbers
+from trainer_bridge.stream import TrainRollout
+
+FILE: Final = "generator_outputs.jsonl"
+
+
+def generator_output(rollouts: Sequence[TrainRollout], delivery: Delivery) -> JsonObject | None:
+    """The `GeneratorOutput` of one group; None if nothing in it can be trained."""
+    samples = delivery.samples(rollouts)
+    if not samples:
+        return None
+    numbers = {id(each): number for each, number in zip(rollouts, session_numbers(rollouts), strict=True)}
+    output: JsonObject = {
+        "prompt_token_ids": [each.prompt_ids for each in samples],
+        "response_ids": [each.response_ids for each in samples],
+        "rewards": [each.rollout.reward for each in samples],
+        "loss_masks": [each.response_mask for each in samples],
+        "stop_reasons": [each.sequence.finish_reason or "stop" for each in samples],
+        "rollout_metrics": None,
+        "rollout_logprobs": [each.response_log_probs for each in samples],
+        "trajectory_ids": [
+            {"instance_id": each.rollout.group_id, "repetition_id": numbers[id(each.rollout)]} for each in samples
+        ],
+        "is_last_step": [*(a.rollout is not b.rollout for a, b in pairwise(samples)), True],
+        "rollout_expert_indices": None,
+    }
+    experts = [each.sequence.routed_experts for each in samples]
+    if all(rows is not None for rows in experts):
+        output["rollout_expert_indices"] = [rows.tolist() for rows in experts if rows is not None]
+    return output
+
+
+def project(rollouts: Sequence[TrainRollout], delivery: Delivery) -> Iterator[JsonObject]:
+    output = generator_output(rollouts, delivery)
+    if output is not None:
+        yield output
+
+
+EXPORTER: Final = LinesExporter("skyrl", FILE, project)
