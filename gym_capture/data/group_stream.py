@@ -1,19 +1,20 @@
-"""Groups of a rollout job that are built while it runs: what a trainer consumes as it goes.
+"""Groups that are built while their rollouts are still played: what a trainer consumes as it goes.
 
 Invariant: a group is built once, as soon as all of its rollouts are over, and never before: its advantages compare
 the whole group. Its rows are those that a build of the whole job gives (`parts`). What ends the job ends the stream,
 after the groups that were complete by then; what ends the stream ends the job.
 
 Flow: the job tells of each rollout that is over -> its group is complete -> a thread, with a `TokenSource` of its own,
-freezes, builds and compares it -> `stream_groups` hands it out, or `group_files` writes it.
+freezes, builds and compares it (`BuildThread`) -> `stream_groups` hands it out, or `group_files` writes it. Where no
+job tells, `recorded_groups` asks what is on record.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -55,13 +56,51 @@ async def stream_groups(
     loop - within `contextlib.aclosing` - cancels the job. Raises what `play` raises, `ConfigError` for a source that
     cannot be opened, and `StoreUnavailableError` if it is down for longer than a restart takes.
     """
-    rows = options or RowOptions()
-    async with complete_groups(play, group_size=group_size) as complete, BuildThread(source) as thread:
-        number = 0
+    async with BuildThread(source, options) as thread, aclosing(played_groups(play, thread, group_size)) as groups:
+        async for group in groups:
+            yield group
+
+
+async def played_groups(
+    play: Play, thread: BuildThread, group_size: int, *, settled: Set[str] = frozenset()
+) -> AsyncGenerator[BuiltGroup]:
+    """As `stream_groups`, on a thread that outlives it. Groups of the ids `settled` are not built."""
+    async with complete_groups(play, group_size=group_size) as complete:
         while (group := await complete.get()) is not None:
-            part = Part(number=number, groups=(group,))
-            yield await thread.run(partial(_built, part, options=rows))
-            number += 1
+            if group[0].group_id not in settled:
+                yield await thread.build(group)
+
+
+class BuildThread:
+    """One thread, and its source, for the time of a job. The loop that plays goes on while it builds."""
+
+    def __init__(self, source: SourceSpec, options: RowOptions | None = None) -> None:
+        self._source = WorkerSource(source)
+        self._options = options or RowOptions()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="build-groups")
+        self._built = 0
+
+    async def run(self, work: Callable[[WorkerSource], _T]) -> _T:
+        """The result of `work` on the source."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
+
+    async def build(self, group: tuple[Request, ...]) -> BuiltGroup:
+        """Raises what `parts.built_part` raises."""
+        part = Part(number=self._built, groups=(group,))
+        self._built += 1
+        return await self.run(partial(_built, part, options=self._options))
+
+    async def close(self) -> None:
+        """Behind what it is at."""
+        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._source.__exit__)
+        self._executor.shutdown(wait=False)
+        await closing
+
+    async def __aenter__(self) -> BuildThread:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
 
 
 def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGroup:
@@ -71,26 +110,6 @@ def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGro
         summaries += some
         tables.append(table)
     return BuiltGroup(group_id=part.groups[0][0].group_id, summaries=tuple(summaries), table=pa.concat_tables(tables))
-
-
-class BuildThread:
-    """One thread, and its source, for the time of a job. The loop that plays goes on while it builds."""
-
-    def __init__(self, source: SourceSpec) -> None:
-        self._source = WorkerSource(source)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="build-groups")
-
-    async def run(self, work: Callable[[WorkerSource], _T]) -> _T:
-        """The result of `work` on the source."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
-
-    async def __aenter__(self) -> BuildThread:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._source.__exit__)
-        self._executor.shutdown(wait=False)
-        await closing
 
 
 class _Groups:

@@ -40,7 +40,7 @@ MOST_DEATHS: Final = 3
 """Workers that may die of one rollout before it is given up."""
 
 _ROW_GROUP_BYTES: Final = 8 * 2**20
-_RETRY_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
+RETRY_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits between attempts at a source that cannot answer now, e.g. while its actor restarts."""
 
 
@@ -200,7 +200,7 @@ async def _next(items: AsyncGenerator[_T]) -> _T | None:
 async def _freeze(source: TokenSource, rollout_id: str) -> Snapshot:
     """The snapshot. A rollout that cannot be read gets one that says so; a source that is down ends the job."""
     try:
-        for wait_s in _RETRY_AFTER_S:
+        for wait_s in RETRY_AFTER_S:
             try:
                 return await source.freeze(rollout_id)
             except StoreUnavailableError:
