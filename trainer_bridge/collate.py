@@ -239,7 +239,8 @@ def _add(batch: pa.RecordBatch, rows: _Rows) -> None:
     log_probs = flat[2].fill_null(float("nan")) if flat[2].null_count else flat[2]
     chunk = _Chunk(_tensor(flat[0], torch.int32), _unpacked(flat[1]), _tensor(log_probs, torch.float32))
     unknown_N = chunk.loss_mask_N & ~torch.isfinite(chunk.log_probs_N)
-    if unknown_N.any():
+    has_unknown = bool(unknown_N.any())
+    if has_unknown:
         chunk = chunk._replace(loss_mask_N=chunk.loss_mask_N & ~unknown_N)
     names = (batch.column(name).to_pylist() for name in ("rollout_id", "trajectory_id", "advantage"))
     for start, end, rollout_id, trajectory_id, advantage in zip(
@@ -251,7 +252,7 @@ def _add(batch: pa.RecordBatch, rows: _Rows) -> None:
             rows.sizes.append(end - start)
             rows.advantages.append(advantage)
             rows.trajectory_ids.append(trajectory_id)
-            rows.tokens_without_log_prob += int(unknown_N[start:end].sum()) if unknown_N.any() else 0
+            rows.tokens_without_log_prob += int(unknown_N[start:end].sum()) if has_unknown else 0
     rows.chunks.append(chunk)
 
 

@@ -43,6 +43,11 @@ class Group:
     """By rollout id, the snapshot that its rows were built from; empty: they were read from files."""
 
     @cached_property
+    def size(self) -> int:
+        """How many rollouts it has."""
+        return len(self.table.column("rollout_id").unique())
+
+    @cached_property
     def rollouts(self) -> tuple[TrainRollout, ...]:
         """Raises `RecordError` for rows that are not aligned."""
         return tuple(read_rollouts([self.table]))
@@ -202,7 +207,7 @@ class AsyncGroupStream:
         some: list[Group] = []
         async for group in self:
             some.append(group)
-            if sum(len(each.rollouts) for each in some) >= rollouts:
+            if sum(each.size for each in some) >= rollouts:
                 yield tuple(some)
                 some = []
         if some:
