@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Set
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final, Literal, Protocol, Self, TypeVar
+from typing import Any, Final, Literal, Protocol, Self, TypeVar, overload
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -33,8 +33,8 @@ _FORMAT: Final = 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Group:
-    """All rollouts of a task, with their advantages."""
+class Group(Sequence[TrainRollout]):
+    """All rollouts of a task, with their advantages. They are read when they are looked at."""
 
     group_id: str
     table: pa.Table
@@ -42,10 +42,17 @@ class Group:
     snapshots: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """By rollout id, the snapshot that its rows were built from; empty: they were read from files."""
 
-    @cached_property
-    def size(self) -> int:
-        """How many rollouts it has."""
+    def __len__(self) -> int:
         return len(self.table.column("rollout_id").unique())
+
+    @overload
+    def __getitem__(self, place: int) -> TrainRollout: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[TrainRollout]: ...
+
+    def __getitem__(self, place: int | slice) -> TrainRollout | Sequence[TrainRollout]:
+        return self.rollouts[place]
 
     @cached_property
     def rollouts(self) -> tuple[TrainRollout, ...]:
@@ -207,7 +214,7 @@ class AsyncGroupStream:
         some: list[Group] = []
         async for group in self:
             some.append(group)
-            if sum(each.size for each in some) >= rollouts:
+            if sum(map(len, some)) >= rollouts:
                 yield tuple(some)
                 some = []
         if some:

@@ -250,7 +250,7 @@ def test_groups_are_whole_however_rows_are_cut_over_row_groups_and_files(tmp_pat
     pq.write_table(table(*rows[:150]), tmp_path / "0.parquet", row_group_size=7)
     pq.write_table(table(*rows[150:]), tmp_path / "1.parquet", row_group_size=70)
     with GroupStream(ParquetGroups(tmp_path)) as stream:
-        assert [(each.group_id, each.size) for each in stream] == [("a", 100), ("b", 100), ("c", 100)]
+        assert [(each.group_id, len(each)) for each in stream] == [("a", 100), ("b", 100), ("c", 100)]
 
 
 async def test_a_directory_that_a_job_still_writes_into_is_followed_to_its_end(tmp_path: Path) -> None:
