@@ -42,9 +42,9 @@ def rows_of(batch: PackedBatch | PaddedBatch) -> dict[str, tuple[list[int], list
             parts = (batch.token_ids_T[own], batch.loss_mask_T[own], batch.log_probs_T[own])
             assert batch.position_ids()[own].tolist() == list(range(parts[0].numel()))
         else:
-            own_T = batch.attention_mask_S_T[n]
-            parts = (batch.token_ids_S_T[n][own_T], batch.loss_mask_S_T[n][own_T], batch.log_probs_S_T[n][own_T])
-            assert not batch.loss_mask_S_T[n][~own_T].any()
+            real = batch.attention_mask_S_T[n]
+            parts = (batch.token_ids_S_T[n][real], batch.loss_mask_S_T[n][real], batch.log_probs_S_T[n][real])
+            assert not batch.loss_mask_S_T[n][~real].any()
         found[name] = (*(part.tolist() for part in parts), float(batch.advantage_S[n]))
     return found
 
@@ -80,7 +80,7 @@ def test_rows_that_stand_together_are_arrows_own_memory() -> None:
     assert batch.log_probs_T.data_ptr() == whole.column("log_probs").chunk(0).values.buffers()[1].address
 
 
-def test_TR_14_rollouts_that_are_not_trained_are_left_out_whole_and_counted() -> None:
+def test_rollouts_that_are_not_trained_are_left_out_whole_and_counted() -> None:
     rows = [
         row("masked", masked=True),
         row("long"),
