@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from gym_capture.errors import (
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.data import made_rollouts
+from tests.rollouts import scripted_job
 from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups
 from trainer_bridge.groups import AsyncGroupStream, Group, GroupSource, GroupStream, Position, StreamOptions
 
@@ -343,6 +345,26 @@ def test_a_job_that_is_resumed_builds_no_group_that_is_settled() -> None:
     source = PlayedGroups(play, source=MADE, group_size=1)
     with GroupStream(source, position=Position(frozenset({"poison-a"}))) as stream:
         assert ids(list(stream)) == ["b"]
+
+
+def test_a_rollout_job_that_its_trainer_left_goes_on_with_the_groups_that_are_not_settled(tmp_path: Path) -> None:
+    def played() -> PlayedGroups:
+        job = scripted_job.make(tmp_path, scripted_job.Scripted(scripted_job.well))
+
+        async def play(tell: Tell) -> None:
+            await job.run(on_row=lambda row: tell(asdict(row)), on_kept=lambda row: tell(asdict(row)))
+
+        return PlayedGroups(play, source=MADE, group_size=2)
+
+    position, trained = None, list[str]()
+    for _ in range(3):
+        with GroupStream(played(), position=position) as stream:
+            taken = next(stream)
+            trained.append(taken.group_id)
+            position = stream.trained([taken])
+    assert sorted(trained) == sorted(task.task_id for task in scripted_job.TASKS)
+    with GroupStream(played(), position=position) as stream:
+        assert list(stream) == []
 
 
 # --- a graph on which others play ------------------------------------------------------------------------------------
