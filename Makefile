@@ -47,9 +47,10 @@ test-clients: $(READY) $(CLIENTS_READY)  ## Claude Code, Codex and mini-swe-agen
 test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each, Claude Code as a job (two minutes)
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(CLIENTS)/outgrown.py -k "example or codex or mini-swe-agent or claude-code-outgrown" $(ARGS)
 
-test-faults: $(READY)  ## clients leave, engines go, every part is killed under load, 200 times; is anything lost? (40 minutes)
+test-faults: $(READY)  ## clients leave, engines and nodes go, every part is killed under load, 200 times; is anything lost? (50 minutes)
 	$(BIN)/python -m tests.faults.leaving
 	$(BIN)/python -m tests.faults.scaling
+	$(BIN)/python -m tests.faults.nodes
 	$(BIN)/python -m tests.faults $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a test calls it.

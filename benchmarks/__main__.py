@@ -7,7 +7,7 @@ running.
 Flow: a benchmark's JSON lines go to stdout as they come -> a table of all of them, with the targets, goes to stderr ->
 exit code 1 if a target is missed or a benchmark failed, 130 if it was interrupted.
 
-    python -m benchmarks [--quick] [core files jobs bridge store state mirrored scale serving multi_turn]
+    python -m benchmarks [--quick] [core files jobs data_job bridge store state mirrored trainer scale ...]
 
 `--quick` is a look at whether all of it runs, with loads too small for the figures to mean much.
 """
@@ -58,10 +58,12 @@ BENCHMARKS: Final = (
     Benchmark("core", 600),
     Benchmark("files", 900),
     Benchmark("jobs", 600, quick=("--rollouts", "40", "--many", "1200", "--groups", "20")),
+    Benchmark("data_job", 3600, quick=("--rollouts", "2000", "--long", "64")),
     Benchmark("bridge", 600, quick=("--groups", "32", "--turns", "1")),
     Benchmark("store", 600),
     Benchmark("state", 1200),
     Benchmark("mirrored", 600),
+    Benchmark("trainer", 600, quick=("--rounds", "1")),
     Benchmark("scale", 1200, quick=("--few", "10", "--many", "100", "--calls", "4")),
     Benchmark(
         "serving",
@@ -75,6 +77,7 @@ BENCHMARKS: Final = (
         ("--rounds", "2", "--rollouts", "4"),
         quick=("--model", "tiny", "--rounds", "1", "--rollouts", "2", "--turns", "4"),
     ),
+    Benchmark("weights", 1800, quick=("--model", "tiny", "--rounds", "1", "--seconds", "12")),
 )
 
 

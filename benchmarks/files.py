@@ -60,7 +60,7 @@ def main() -> int:
 def _whole_prompts(directory: Path) -> bool:
     size = write_rollout(directory, "r", turns=50, root=2_000, new=300, generated=200)
     ours_ms = other_ms = fresh_ms = float("inf")
-    gym = _gym_builder()
+    gym = gym_builder()
     # In turns, so that whatever else the machine does falls on both.
     for _ in range(30):
         ours_ms = min(ours_ms, _cpu_ms(lambda: _to_table(directory)))
@@ -163,7 +163,7 @@ def _plainly(directory: Path) -> object:
     return found
 
 
-def _gym_builder() -> Callable[[str, list[Path]], Any] | None:
+def gym_builder() -> Callable[[str, list[Path]], Any] | None:
     try:
         module = importlib.import_module("nemo_gym.token_id_capture")
     except ImportError:

@@ -1,4 +1,4 @@
-"""Bearer tokens: who may call the model as which rollout, who may read records, and who may register rollouts.
+"""Bearer tokens: who may call the model as which rollout, read records, register rollouts, and change the weights.
 
 Invariant: every token is derived from one server secret and from what it is good for, so a token says nothing about
 any other; a rollout's token calls the model as that rollout, says how it ended if that was left to it, and does
@@ -9,9 +9,11 @@ nothing else. Tokens are compared in constant time. Without a secret every route
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -59,6 +61,10 @@ class Keyring:
         """Good for registering rollouts and for saying how they ended, and so for every rollout's own token."""
         return self._token("admin")
 
+    def weights_token(self) -> str:
+        """Good for pausing the engines and for giving them other weights."""
+        return self._token("weights")
+
     def admit_call(self, headers: Mapping[str, str], rollout_id: str | None) -> None:
         """Raises `AuthenticationError` unless the request may call the model as this rollout.
 
@@ -74,6 +80,13 @@ class Keyring:
     def admit_admin(self, headers: Mapping[str, str]) -> None:
         """Raises `AuthenticationError` unless the request may register rollouts."""
         self._admit(headers, self.admin_token(), "registering rollouts")
+
+    def admit_trainer(self, headers: Mapping[str, str]) -> None:
+        """Raises `AuthenticationError` unless the request may change the weights. The token may be a password, too:
+        that is what a client makes of `http://anybody:TOKEN@host`, if a URL is all that it can be told.
+        """
+        found = {**headers, "x-api-key": _password(headers)} if _password(headers) else headers
+        self._admit(found, self.weights_token(), "changing the weights")
 
     def is_admin(self, headers: Mapping[str, str]) -> bool:
         """Whether the request may say how any rollout ended."""
@@ -103,3 +116,11 @@ def _presented(headers: Mapping[str, str]) -> list[str]:
     found = [token.strip()] if scheme.lower() == "bearer" else []
     found.append(headers.get("x-api-key", "").strip())
     return [token for token in found if token]
+
+
+def _password(headers: Mapping[str, str]) -> str:
+    scheme, _, encoded = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "basic":
+        with suppress(ValueError):
+            return base64.b64decode(encoded.strip(), validate=True).decode().partition(":")[2]
+    return ""

@@ -58,6 +58,7 @@ COMMANDS: tuple[Command, ...] = (
         "audit-template", "audit_template", "Show which turns of a chat template are continued from their exact ids."
     ),
     Command("token", "token", "Print the tokens that a server with a secret asks its clients for."),
+    Command("weights", "weights", "Push weights to a graph that serves, and see which it serves.", is_group=True),
     Command("state", "state", "End the state actors of a stopped graph.", is_group=True),
     Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
 )

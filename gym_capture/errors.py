@@ -5,8 +5,9 @@ find the record. Errors are classified once, at the boundary that answers the cl
 
 `Exception` itself is caught at boundaries only, where what one rollout or caller brings about must not reach others:
 where clients are answered (`serving.gateway`), between the callers of a state actor (`serving.state_shard`), in front
-of Ray (`serving.state_client`) and of libraries that load what a person named (`commands.loading`), and where a rollout
-is built (`data.groups`).
+of Ray (`serving.state_client`) and of libraries that load what a person named (`commands.loading`), where a rollout is
+built (`data.groups`), and where weights are changed, of which the others must hear (`engines.vllm_weights`,
+`serving.weights_agent`).
 
     GymCaptureError
     ├── RecordError                a record is malformed: names the field
@@ -15,12 +16,13 @@ is built (`data.groups`).
     │   ├── ConflictingCallError   the same call id came twice with different content
     │   ├── CompletedRolloutError  a call or another outcome, of a rollout that has one
     │   ├── ConflictingRegistrationError   ...another registration, of a rollout that has one
-    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped, cleared or closed
+    │   ├── RetiredRolloutError    a late writer of a rollout that was dropped, cleared, closed or handed on
+    │   ├── ReplayedCallError      a second call is to be answered from one record of an earlier attempt
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
     │       ├── StoreOverloadedError   ...because too many records wait to become durable
-    │       └── StreamLostError    ...for longer than a restart takes: a stream of its groups ends
+    │       └── StreamLostError        ...for longer than a restart takes: a stream of its groups ends
     ├── RequestError               the client's fault
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
     │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.splice.template`)
@@ -36,6 +38,11 @@ is built (`data.groups`).
     │   └── EngineDeadError        retryable on another replica
     ├── MirrorLostError            a log's second copy cannot be reached (`gym_capture.stores.mirror`)
     │   └── MirrorTakenError       ...or has been claimed by a later opening of the log
+    ├── WeightsError               new weights are not served: all replicas go on with those they had
+    │   ├── WeightsRefusedError    ...since they are not weights of this model, or not whole: nothing was changed
+    │   ├── WeightsBusyError       ...since another update runs, or none does: nothing was changed
+    │   └── WeightsFailedError     ...since a replica, or the disk, failed with them: says which and why
+    │       └── LostMemberError    ...since a replica died, or does not answer (`gym_capture.serving.weights_members`)
     ├── JobError                   a build job cannot go on: its workers die
     └── ConfigError                a configuration that cannot work: says which key and what to do
 """
@@ -113,7 +120,11 @@ class ConflictingRegistrationError(StoreError):
 
 
 class RetiredRolloutError(StoreError):
-    """A write belongs to an attempt that was dropped, cleared or closed."""
+    """A write belongs to an attempt that was dropped, cleared, closed or handed on."""
+
+
+class ReplayedCallError(StoreError):
+    """A recorded call answers one call, and it has answered another one already."""
 
 
 class StaleSnapshotError(StoreError):
@@ -243,6 +254,26 @@ class EngineDeadError(EngineError):
     """The engine process is gone; another replica may serve the call."""
 
     retryable = True
+
+
+class WeightsError(GymCaptureError):
+    """New weights are not served; all replicas go on with those that they had."""
+
+
+class WeightsRefusedError(WeightsError):
+    """What was offered cannot be served: another model's, half a folder, a version that goes back. Nothing changed."""
+
+
+class WeightsBusyError(WeightsError):
+    """An update does not fit what goes on: another one runs, or none was started. Nothing changed."""
+
+
+class WeightsFailedError(WeightsError):
+    """An update went wrong on its way: says which replica and why, and what is served now."""
+
+    def __init__(self, message: str, *, retryable: bool = False) -> None:
+        super().__init__(message)
+        self.retryable = retryable
 
 
 class JobError(GymCaptureError):

@@ -50,6 +50,11 @@ class CaptureMark(Reason):
         "The graph's log names the error and the call: a full disk, a lost state actor, or an engine that reported ids "
         "or log probabilities amiss. Mend that and play the rollout again.",
     )
+    HANDED_ON = (
+        "handed_on",
+        "The attempt was cut, and a later one went on from its records, which are trained there.",
+        "Nothing: build the later attempt. Its job closes this one when it is over.",
+    )
     LINEAGE_CONFLICTING_CALL_ID = (
         "lineage_conflicting_call_id",
         "A record is durable, and lineage already has another one of the same call.",
@@ -512,6 +517,11 @@ class AttemptFailure(Reason):
         "node_lost",
         "The process that played the attempt is gone: with its node, or killed, e.g. for want of memory.",
         "It was tried again elsewhere. If workers go often, have them play fewer rollouts (`ray.rollouts_per_worker`).",
+    )
+    GRAPH_LOST = (
+        "graph_lost",
+        "The attempt failed, and the graph did not answer then; `detail` begins with what the failure looked like.",
+        "It was played again once the graph answered. Look into the graph's log for what ended it.",
     )
     BAD_REWARD = ("bad_reward", "The environment's reward is infinite or no number.", "Mend its scoring.")
     FAILED = ("failed", "The file of rollouts says that the rollout failed, and not why.", "Ask what wrote the file.")

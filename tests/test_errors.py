@@ -58,10 +58,12 @@ def test_exception_itself_is_caught_at_the_boundaries_that_are_named_and_nowhere
     assert sorted(caught) == [
         "commands.loading",
         "data.groups",
+        "engines.vllm_weights",
         "serving.gateway",
         "serving.gateway",
         "serving.state_client",
         "serving.state_shard",
+        "serving.weights_agent",
     ]
     paragraph = (errors.__doc__ or "").split("`Exception` itself")[1].split("\n\n")[0]
     assert set(re.findall(r"`([\w.]+)`", paragraph)) == set(caught)

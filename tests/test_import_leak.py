@@ -17,12 +17,17 @@ NOT_PURE = {
     "gym_capture.engines.vllm_sampling",
     "gym_capture.engines.vllm_outputs",
     "gym_capture.engines.vllm_parsing",
+    "gym_capture.engines.vllm_weights",
+    "gym_capture.engines.vllm_worker",
     "gym_capture.engines.hf_template",
 }
 """The command line, and the adapters whose whole purpose is one heavy package."""
 PURE_PACKAGES = ("", "capture", "lineage", "splice", "build", "conformance", "dialects", "engines", "stores")
-PURE_IN_SERVING = ("call", "call_service", "capture", "state_messages", "stats")
-"""The life of a call, which runs on any state, and what travels to a state actor."""
+PURE_IN_SERVING = (
+    *("call", "call_service", "capture", "state_messages", "stats"),
+    *("weights_agent", "weights_members", "weights_messages", "weights_plane", "weights_record"),
+)
+"""The life of a call, on any state; what travels to a state actor; the weight plane, but for its actor and routes."""
 HEAVY = ("ray", "vllm", "torch", "fastapi", "uvicorn", "aiohttp", "pyarrow", "transformers")
 
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import gym_capture
+from gym_capture.capture.facts import ProblemFound
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import ProblemFound, RolloutState
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.commands.explain import reasons_document
 from gym_capture.reasons import (
     KINDS,
@@ -48,6 +49,7 @@ OTHER_WORDS = {
     ("failed", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
     ("incomplete", "gym_capture/rollouts/harnesses/responses_items.py"): "a response's status",
     ("masked", "trainer_bridge/finished.py"): "a column",
+    ("masked", "gym_capture/data/prefixes.py"): "a column",
     ("incomplete", "gym_capture/capture/snapshot_codec.py"): "a field of a snapshot",
     ("incomplete", "gym_capture/data/record_files.py"): "a column",
     ("incomplete", "gym_capture/capture/record_rows.py"): "a column",
@@ -70,7 +72,7 @@ OTHER_WORDS = {
     ("masked", "trainer_bridge/stream.py"): "a column",
     ("incomplete", "trainer_bridge/responses.py"): "a response's status",
 }
-TAKES_COLONS_APART = {"gym_capture/imports.py"}  # import paths, `module:name`
+TAKES_COLONS_APART = {"gym_capture/imports.py", "gym_capture/auth.py"}  # `module:name`, `user:password`
 
 
 @functools.cache
@@ -117,7 +119,7 @@ def test_names_on_disk_are_what_they_were() -> None:
     """Logs, token files and Parquet files hold these: one that is renamed is one that readers do not know."""
     assert set(CaptureMark) == {
         *("dangling_intent", "capture_failed", "lineage_conflicting_call_id", "lineage_digest_mismatch"),
-        *("lineage_parent_missing", "lineage_parent_length"),
+        *("lineage_parent_missing", "lineage_parent_length", "handed_on"),
     }
     assert {"corrupt_log", "malformed_record", "worker_died", "unreadable", "build_failed"} < set(ProblemReason)
     assert {"no_calls", "unresolved_retries", "absent_parent", "incomplete", "missing_reward"} < set(MaskReason)

@@ -34,20 +34,23 @@ from weakref import WeakValueDictionary
 import pyarrow.fs
 
 from gym_capture.capture.codec import decode_intent, decode_or_problem, peek_entry
-from gym_capture.capture.operations import Operation
-from gym_capture.capture.records import RecordProblem, Snapshot
-from gym_capture.capture.rollout_state import (
+from gym_capture.capture.facts import (
     Abandoned,
     Begun,
     Committed,
     Completed,
     DeliveryKnown,
     Event,
+    HandedOn,
     MarkedIncomplete,
     ProblemFound,
     Registered,
+    Replayed,
     Retired,
+    WentOn,
 )
+from gym_capture.capture.operations import Operation
+from gym_capture.capture.records import RecordProblem, Snapshot
 from gym_capture.capture.snapshot_codec import with_delivery
 from gym_capture.capture.suffixes import complete
 from gym_capture.errors import RecordError, StoreUnavailableError
@@ -277,6 +280,9 @@ _PLAIN: Final[dict[str, type[Event]]] = {
     "delivery": DeliveryKnown,
     "registered": Registered,
     "completed": Completed,
+    "handed_on": HandedOn,
+    "went_on": WentOn,
+    "replayed": Replayed,
     "retired": Retired,
 }
 """The kinds whose objects are just their fields, behind the epoch."""

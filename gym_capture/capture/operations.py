@@ -2,7 +2,7 @@
 
 Invariant: each is idempotent for equal content, so it may be repeated when nobody knows whether it arrived. What is
 said of a call carries the epoch that beginning it gave; `Drop`, `Clear` and `Close` end an epoch, and who still writes
-under it is refused.
+under it is refused. `HandOn` ends it for writers, but keeps what they wrote.
 
 Flow: a call in flight says something through its sink, a consumer drops what it has read -> an operation -> `check` ->
 `rollout_state` decides which fact it adds, or why it is refused -> the fact becomes durable.
@@ -157,8 +157,63 @@ class Close:
     rollout_id: str
 
 
+@dataclass(frozen=True, slots=True)
+class HandOn:
+    """The attempt was cut, and another goes on from its records: it takes no more calls, and nothing else is said of
+    its calls, but what is recorded stays until it is closed, cleared or dropped. It is masked from now on.
+
+    Of an attempt of which nothing is recorded it is `Close`: there is nothing to hand on. One that was closed or
+    dropped stays as it is.
+    """
+
+    call_id: ClassVar[None] = None
+    """It is said of the rollout as a whole."""
+    rollout_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class GoOn:
+    """The attempt goes on from the records of `source`, an earlier attempt: its calls that are equal to recorded ones
+    are answered from these. It gives it its epoch. There may be several sources.
+
+    Refused with `RetiredRolloutError` as `Begin` is.
+    """
+
+    call_id: ClassVar[None] = None
+    rollout_id: str
+    source: str
+    """Rollout id of the earlier attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """A call is about to be answered from the record `recorded` of an earlier attempt, which no other call of this
+    rollout then is.
+
+    Refused with `ReplayedCallError` if another one is already.
+    """
+
+    rollout_id: str
+    call_id: str
+    recorded: str
+    """Id of the call of the earlier attempt."""
+    epoch: int = field(kw_only=True)
+
+
 Operation: TypeAlias = (
-    Begin | Commit | Abandon | MarkIncomplete | MarkDelivery | Drop | Clear | Close | Register | Complete
+    Begin
+    | Commit
+    | Abandon
+    | MarkIncomplete
+    | MarkDelivery
+    | Drop
+    | Clear
+    | Close
+    | Register
+    | Complete
+    | HandOn
+    | GoOn
+    | Replay
 )
 
 
@@ -227,7 +282,7 @@ def _outcome(name: str, value: object) -> None:
 
 _Check: TypeAlias = Callable[[str, object], None]
 _BY_NAME: Final[Mapping[str, _Check]] = {
-    **dict.fromkeys(("rollout_id", "call_id", "reason", "snapshot_id"), check_text),
+    **dict.fromkeys(("rollout_id", "call_id", "reason", "snapshot_id", "source", "recorded"), check_text),
     "version": _number,
     "epoch": _epoch,
     "delivered": _flag,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from operator import attrgetter
 from typing import Any, Final, TypeVar
 
@@ -96,6 +97,8 @@ FIELDS: Final = (
     RecordField("routed_experts", "policy.routed_experts", Kind.TENSOR, is_content=True),
     RecordField("sampling_mask", "policy.sampling_mask", Kind.TENSOR, is_content=True),
     RecordField("created_at", "created_at", Kind.TIME, is_content=False),
+    RecordField("options_key", "request.options_key", Kind.TEXT, is_content=False, in_nemo_gym=False),
+    RecordField("replayed_from", "policy.replayed_from", Kind.OPTIONAL_TEXT, is_content=True, in_nemo_gym=False),
 )
 """In the order of the columns of files."""
 
@@ -125,21 +128,28 @@ def parts(values: Mapping[str, Any]) -> dict[str, Any]:
 
     What is no field is passed on; the constructor refuses what it does not know.
     """
-    made: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    for name, value in values.items():
-        place = _IN_GROUPS.get(name)
-        if place is None:
-            made[name] = value
-        else:
-            group, attribute = place
-            if group in groups:
-                groups[group][attribute] = value
-            else:
-                groups[group] = {attribute: value}
-    for group, attributes in groups.items():
-        made[group] = _GROUPS[group](**attributes)
+    own, groups = _sorted_names(tuple(values))
+    made: dict[str, Any] = {name: values[name] for name in own}
+    for group, make, attributes in groups:
+        made[group] = make(**{attribute: values[name] for name, attribute in attributes})
     return made
+
+
+@lru_cache(maxsize=256)
+def _sorted_names(
+    names: tuple[str, ...],
+) -> tuple[tuple[str, ...], tuple[tuple[str, type[Any], tuple[tuple[str, str], ...]], ...]]:
+    """Names that stand in a record itself; and by the part that has them the others, with what they are called there.
+
+    Most records of a log have the same fields.
+    """
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name in names:
+        if name in _IN_GROUPS:
+            group, attribute = _IN_GROUPS[name]
+            groups.setdefault(group, []).append((name, attribute))
+    own = tuple(name for name in names if name not in _IN_GROUPS)
+    return own, tuple((group, _GROUPS[group], tuple(attributes)) for group, attributes in groups.items())
 
 
 def with_values(record: _Record, **values: Any) -> _Record:

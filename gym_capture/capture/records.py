@@ -98,6 +98,9 @@ class CallRequest:
     """Names of the rules by which the request was not taken to the letter: of normalization, by which lineage leaves a
     volatile header out; of templates, by which a message is written in another place; of lineage, by which the parent
     was found; `tool_left_out:<type>`, a tool that nobody here could run and the policy was not offered."""
+    options_key: str = ""
+    """Hash of all that the request asked for, beside its prompt, that decides what is sampled: sampling parameters
+    after pinning, limit, tools, how they may be called, format. Empty: not known."""
 
     @property
     def asked_max_tokens(self) -> int | None:
@@ -157,6 +160,8 @@ class PolicyTrace:
     """[rows, layers, topk] of a MoE policy, rows >= whole prompt + G - 1."""
     sampling_mask: npt.NDArray[Any] | None = None
     """[G, ...] of the engine."""
+    replayed_from: str | None = None
+    """Id of the call of an earlier attempt at the same rollout whose generation this is; None: it is the call's own."""
 
 
 # --- the record of one call ------------------------------------------------------------------------------------
@@ -329,15 +334,17 @@ def whole_entry(suffix: EntrySuffix, *, prompt: IdArray, generation: IdArray) ->
 
 def _of_checked_parts(kind: type[_Record], record: CallRecord, **own: IdArray) -> _Record:
     made = object.__new__(kind)
-    for name in _COMMON:
-        object.__setattr__(made, name, getattr(record, name))
+    for read, write in _COMMON:
+        write(made, read(record))
     for name, ids in own.items():
         object.__setattr__(made, name, ids)
     return made
 
 
 _Record = TypeVar("_Record", TokenEntry, EntrySuffix)
-_COMMON: Final = tuple(each.name for each in fields(CallRecord))
+_SLOTS: Final = tuple(vars(CallRecord)[each.name] for each in fields(CallRecord))
+_COMMON: Final = tuple((slot.__get__, slot.__set__) for slot in _SLOTS)
+"""Past what keeps records from being changed: they are being made."""
 
 
 # --- a frozen rollout --------------------------------------------------------------------------------------------
@@ -403,6 +410,8 @@ class Snapshot:
     """Which rollout it is, if somebody registered it."""
     outcome: Outcome | None = None
     """How it ended, if somebody said so."""
+    went_on: tuple[str, ...] = ()
+    """Rollout ids of the earlier attempts from whose records it went on."""
 
     @property
     def records(self) -> tuple[TokenEntry | EntrySuffix, ...]:

@@ -12,7 +12,7 @@ Epochs. A store gives each attempt at a rollout an epoch from a counter that nev
 write carries the epoch it was begun under. `Drop`, `Clear` and `Close` retire an epoch: its writers get
 `RetiredRolloutError`, also when the store has long forgotten the rollout, because no later attempt gets that number
 again. A rollout that was dropped or closed refuses new calls too - its agent may still be running - until `Clear` opens
-it again.
+it again. So does one that was handed on, whose epoch goes on: its facts stay, and its writers are refused by a fact.
 
 A `Commit` whose intent is unknown but whose epoch is current is accepted. The record is complete by itself, and the
 intent may be lost (an earlier process died before it was acknowledged) or never made (an importer).
@@ -24,9 +24,25 @@ import hashlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
-from gym_capture.capture.lost_calls import lost_calls, purpose
+from gym_capture.capture.facts import (
+    Abandoned,
+    Begun,
+    Committed,
+    Completed,
+    DeliveryKnown,
+    Event,
+    Fact,
+    HandedOn,
+    MarkedIncomplete,
+    ProblemFound,
+    Registered,
+    Replayed,
+    Retired,
+    WentOn,
+)
+from gym_capture.capture.lost_calls import lost_calls
 from gym_capture.capture.operations import (
     Abandon,
     Begin,
@@ -35,186 +51,28 @@ from gym_capture.capture.operations import (
     Commit,
     Complete,
     Drop,
+    GoOn,
+    HandOn,
     MarkDelivery,
     MarkIncomplete,
     Operation,
     Register,
+    Replay,
 )
 from gym_capture.capture.outcomes import Outcome, Registration
-from gym_capture.capture.records import CallIntent, CallRecord, RecordProblem, Snapshot, delivered_by
+from gym_capture.capture.records import CallRecord, RecordProblem, Snapshot, delivered_by
 from gym_capture.errors import (
     CompletedRolloutError,
     ConflictingCallError,
     ConflictingRegistrationError,
     GymCaptureError,
+    ReplayedCallError,
     RetiredRolloutError,
     StaleSnapshotError,
     UnknownRolloutError,
 )
 from gym_capture.reasons import CaptureMark, ProblemReason, join_reason
 from gym_capture.rollout_counts import CallCounts, RolloutCounts
-
-# --- events: what a decision adds, and what a log keeps ----------------------------------------------------------
-#
-# All but `Retired` are facts. A fact says which `kind` it is of and has a `key`: two of one kind and key are the same
-# fact. `value` is what the state keeps of it beside that.
-
-
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A call is about to generate."""
-
-    kind: ClassVar = "begun"
-    epoch: int
-    intent: CallIntent
-
-    @property
-    def key(self) -> str:
-        return self.intent.model_call_id
-
-    @property
-    def value(self) -> bytes:
-        """The call's purpose (`lost_calls.purpose`)."""
-        return purpose(self.intent)
-
-
-@dataclass(frozen=True, slots=True)
-class Committed:
-    """A call has a record. The record itself is kept by the store, beside the state."""
-
-    kind: ClassVar = "committed"
-    epoch: int
-    call_id: str
-    payload_digest: bytes
-    counts: CallCounts
-
-    @property
-    def key(self) -> str:
-        return self.call_id
-
-    @property
-    def value(self) -> bytes:
-        return self.payload_digest
-
-
-@dataclass(frozen=True, slots=True)
-class Abandoned:
-    """A call was refused before it generated."""
-
-    kind: ClassVar = "abandoned"
-    value: ClassVar = b""
-    epoch: int
-    call_id: str
-
-    @property
-    def key(self) -> str:
-        return self.call_id
-
-
-@dataclass(frozen=True, slots=True)
-class MarkedIncomplete:
-    """The capture of the rollout lacks something."""
-
-    kind: ClassVar = "marked"
-    value: ClassVar = b""
-    epoch: int
-    reason: str
-
-    @property
-    def key(self) -> str:
-        return self.reason
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemFound:
-    """Something masks the rollout."""
-
-    kind: ClassVar = "problem"
-    value: ClassVar = b""
-    epoch: int
-    problem: RecordProblem
-
-    @property
-    def key(self) -> RecordProblem:
-        return self.problem
-
-
-@dataclass(frozen=True, slots=True)
-class DeliveryKnown:
-    """The end of a call's reply was handed to its client's connection, or it is certain that it was not.
-
-    Learned after the call is recorded; of most calls, never.
-    """
-
-    value: ClassVar = b""
-    epoch: int
-    call_id: str
-    delivered: bool
-
-    @property
-    def kind(self) -> str:
-        return "delivered" if self.delivered else "undelivered"
-
-    @property
-    def key(self) -> str:
-        return self.call_id
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    """Which rollout it is."""
-
-    kind: ClassVar = "registered"
-    value: ClassVar = b""
-    epoch: int
-    text: str
-    """As `Registration.as_text` writes it."""
-
-    @property
-    def key(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Completed:
-    """How the rollout ended."""
-
-    kind: ClassVar = "completed"
-    value: ClassVar = b""
-    epoch: int
-    text: str
-    """As `Outcome.as_text` writes it."""
-
-    @property
-    def key(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True, slots=True)
-class Retired:
-    """Everything before `epoch` is gone."""
-
-    epoch: int
-    consumed_epoch: int | None
-    """The epoch that was consumed as `snapshot_id` at `version`; None: the rollout was cleared or closed."""
-    snapshot_id: str
-    version: int
-    retired_at: float
-    """Unix seconds."""
-    keeps_records: bool
-    """The consumed records stay readable where the store keeps files."""
-    closed: bool = False
-    """The rollout was closed."""
-
-    @property
-    def refuses_calls(self) -> bool:
-        return self.closed or self.consumed_epoch is not None
-
-
-Fact: TypeAlias = (
-    Begun | Committed | Abandoned | MarkedIncomplete | ProblemFound | DeliveryKnown | Registered | Completed
-)
-Event: TypeAlias = Fact | Retired
 
 _ALWAYS_HASHED: Final = ("committed", "begun", "abandoned", "marked", "problem", "delivered", "undelivered")
 """Kinds of facts, in the order in which snapshot ids hash them. One not listed counts only where there are any."""
@@ -300,7 +158,7 @@ class RolloutState:
     def decide(self, operation: Operation, payload_digest: bytes, retirement: Retirement) -> Decision:
         """Decides a checked operation. `payload_digest`: of the record of a `Commit`."""
         match operation:
-            case Begin() | Register() | Complete() if self._refuses_calls:
+            case Begin() | Register() | Complete() | GoOn() if self._refuses_calls or self._is_handed_on:
                 return self._refused(operation.call_id)
             case Begin(intent):
                 begun = Begun(self.epoch, intent)
@@ -322,7 +180,13 @@ class RolloutState:
                 return self._forget(retirement) if self.is_live or self._refuses_calls else self._nothing()
             case Close():
                 return self._nothing() if self._refuses_calls else self._forget(retirement, closed=True)
-            case _ if operation.epoch != self.epoch:
+            case HandOn() if self._refuses_calls:
+                return self._nothing()
+            case HandOn():
+                return self._new(HandedOn(self.epoch)) if self.is_live else self._forget(retirement, closed=True)
+            case GoOn(_, source):
+                return self._new(WentOn(self.epoch, source))
+            case _ if operation.epoch != self.epoch or self._is_handed_on:
                 return self._refused(operation.call_id)
             case Commit():
                 counts = call_counts(operation.entry)
@@ -333,6 +197,18 @@ class RolloutState:
                 return self._new(MarkedIncomplete(self.epoch, reason))
             case MarkDelivery(_, call_id):
                 return self._new(DeliveryKnown(self.epoch, call_id, operation.delivered))
+            case Replay(_, call_id, recorded):
+                return self._replay(Replayed(self.epoch, recorded, call_id))
+
+    def _replay(self, event: Replayed) -> Decision:
+        if self.of(event.kind).get(event.key, event.value) == event.value:
+            return self._new(event)
+        error = ReplayedCallError(
+            f"another call is answered from the record of {event.recorded} already",
+            rollout_id=self.rollout_id,
+            call_id=event.call_id,
+        )
+        return Decision(error=error, epoch=self.epoch)
 
     def _commit(self, event: Committed) -> Decision:
         known = self.of(event.kind).get(event.call_id)
@@ -384,6 +260,10 @@ class RolloutState:
     @property
     def _refuses_calls(self) -> bool:
         return self.retired is not None and self.retired.refuses_calls
+
+    @property
+    def _is_handed_on(self) -> bool:
+        return bool(self.of(HandedOn.kind))
 
     def _forget(self, retirement: Retirement, *, closed: bool = False) -> Decision:
         epoch, now, _ = retirement
@@ -446,12 +326,14 @@ class RolloutState:
             entries=(),
             incomplete=(
                 *sorted(self.of("marked")),
+                *([str(CaptureMark.HANDED_ON)] if self._is_handed_on else ()),
                 *(join_reason(CaptureMark.DANGLING_INTENT, c) for c in sorted(dangling)),
             ),
             problems=tuple(sorted(self.of("problem"), key=lambda p: (p.reason, p.call_id or "", p.detail))),
             lost_calls=lost_calls(dangling, self.of("begun"), self.of("committed").keys()),
             registration=self.registration,
             outcome=self.outcome,
+            went_on=tuple(sorted(self.of(WentOn.kind))),
         )
         return Frozen(snapshot, self._delivery())
 
@@ -484,9 +366,10 @@ class RolloutState:
 
 
 def retired_error(rollout_id: str, call_id: str | None) -> RetiredRolloutError:
-    """For a write whose epoch is not the rollout's current one."""
+    """For a write whose epoch is not the rollout's current one, or whose rollout was handed on."""
     return RetiredRolloutError(
-        "this call belongs to an attempt that was dropped, cleared or closed, or that this store never saw begin: "
+        "this call belongs to an attempt that was dropped, cleared, closed or handed on, or that this store never saw "
+        "begin: "
         "a rollout is cleared before it is dispatched again",
         rollout_id=rollout_id,
         call_id=call_id,

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from gym_capture.capture.operations import Abandon, Commit, MarkDelivery, MarkIncomplete, Operation
+from gym_capture.capture.operations import Abandon, Commit, MarkDelivery, MarkIncomplete, Operation, Replay
 from gym_capture.capture.protocols import Resolution
 from gym_capture.capture.records import TokenEntry
 
@@ -46,6 +46,11 @@ class TokenSink:
         """Whether the end of the call's reply was handed to its client's connection."""
         await self.store.write(MarkDelivery(self.rollout_id, call_id, delivered=delivered, epoch=self.epoch))
 
+    async def replay(self, call_id: str, *, recorded: str) -> None:
+        """The call is about to be answered from that record of an earlier attempt, as no other call is. Raises
+        `ReplayedCallError` if another one was."""
+        await self.store.write(Replay(self.rollout_id, call_id, recorded, epoch=self.epoch))
+
 
 @dataclass(frozen=True, slots=True)
 class BegunCall:
@@ -57,3 +62,5 @@ class BegunCall:
     """The call that it continues, if any."""
     may_be_retry: bool = False
     """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
+    went_on: tuple[str, ...] = ()
+    """The earlier attempts whose records may answer it (`Snapshot.went_on`)."""

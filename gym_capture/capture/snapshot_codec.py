@@ -58,6 +58,7 @@ def join_snapshot(
                 "lost_calls": [[lost.model_call_id, lost.retries, lost.answers] for lost in snapshot.lost_calls],
                 "entry_sizes": [len(record) for record in encoded_records],
                 **said_texts(snapshot.registration, snapshot.outcome),
+                **({"went_on": snapshot.went_on} if snapshot.went_on else {}),
             }
         ).encode("utf-8", "surrogatepass"),
         b" ",
@@ -79,7 +80,7 @@ def decode_snapshot(data: bytes) -> Snapshot:
 def decode_stored(data: bytes) -> StoredRollout:
     """As `decode_snapshot`, the records as they are stored: where many calls branch off, whole ones take more room."""
     snapshot, records = _read_snapshot(data)
-    return StoredRollout(records, snapshot.incomplete)
+    return StoredRollout(records, snapshot.incomplete, snapshot.went_on)
 
 
 def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
@@ -90,7 +91,7 @@ def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
     check_version(version, what="an encoded snapshot")
     offset = SIZES.size + header_len
     header = load_object(data[SIZES.size : offset], "header")
-    refuse_unknown(header.keys() - _SNAPSHOT_FIELDS - {"lost_calls", *SAID}, what="an encoded snapshot")
+    refuse_unknown(header.keys() - _SNAPSHOT_FIELDS - {"lost_calls", "went_on", *SAID}, what="an encoded snapshot")
     if not header.keys() >= _SNAPSHOT_FIELDS or offset + sum(header["entry_sizes"]) != len(data):
         raise RecordError("an encoded snapshot is cut short or damaged", field="header")
     problems = [RecordProblem(reason=r, call_id=c, field=f, detail=d) for r, c, f, d in header["problems"]]
@@ -115,6 +116,7 @@ def _read_snapshot(data: bytes) -> tuple[Snapshot, tuple[StoredRecord, ...]]:
         ),
         registration=registration,
         outcome=outcome,
+        went_on=tuple(header.get("went_on", ())),
     )
     return snapshot, with_delivery(records, header["delivery"])
 

@@ -39,6 +39,8 @@ class StoredRollout(NamedTuple):
     records: Sequence[StoredRecord]
     incomplete: tuple[str, ...]
     """As `Snapshot.incomplete`."""
+    went_on: tuple[str, ...] = ()
+    """As `Snapshot.went_on`."""
 
 
 def complete(records: Sequence[StoredRecord]) -> tuple[tuple[TokenEntry, ...], tuple[EntrySuffix, ...]]:

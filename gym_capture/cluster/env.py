@@ -15,12 +15,16 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
     # HAProxy in front, straight into the replicas, instead of Serve's Python proxy: a request costs about a fifth.
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # One rollout on one replica (it has the KV cache): hash what stands third in /ng-rollout/<id>/..., consistently,
-    # so that scaling moves few rollouts. No replica gets more than 1.5 times its share, so that untracked requests,
-    # whose third part is always the same, spread too.
+    # so that scaling up moves few rollouts. (It is the place in the list of replicas that is hashed over: one that is
+    # gone moves up those behind it.) No replica gets more than 1.5 times its share, so that untracked requests, whose
+    # third part is always the same, spread too.
     # Serve writes this value into the `defaults` of HAProxy's configuration, so what does not concern balancing can be
     # said in it, too: with the splicing that Serve turns on, HAProxy does not see that a client has gone.
     "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": (
-        f"hash path,field(3,/)\n    hash-type consistent\n    hash-balance-factor 150\n    {_NO_SPLICING}"
+        f"hash path,field(3,/)\n    hash-type consistent\n    hash-balance-factor 150\n    {_NO_SPLICING}\n"
+        # A node that is without power or network says nothing: its calls would hang until their clients give up. After
+        # 25 s of silence below HTTP they are cut, and clients ask again. An engine that thinks does answer there.
+        "    option srvtcpka\n    srvtcpka-idle 10s\n    srvtcpka-intvl 5s\n    srvtcpka-cnt 3"
     ),
     # Whenever replicas come or go, a new HAProxy takes over, and the old one lives on for the streams that it carries:
     # for so long at most, those of replicas that stay included. As long as a draining replica may have.

@@ -9,6 +9,7 @@ Flow: the `args` of one application, as they stand in the file -> `check` -> pro
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -24,6 +25,8 @@ from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs, Object
 
 _ANY_TYPE: Final = ConfigDict(arbitrary_types_allowed=True, protected_namespaces=())
+_PARALLEL: Final = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+"""vLLM's arguments that each multiply the GPUs of an engine."""
 
 
 def check(args: Mapping[str, Any], at: Location) -> Findings:
@@ -32,6 +35,7 @@ def check(args: Mapping[str, Any], at: Location) -> Findings:
     engine = GraphArgs.model_fields["engine"].default
     if args.get("engine", engine) == engine:
         problems += _unknown_to_vllm(args, at)
+        problems += _too_few_gpus(args, at)
     return Findings(problems, list(_not_here(args, at)))
 
 
@@ -77,6 +81,23 @@ def _wrong_for_vllm(engine_args: Mapping[str, Any], at: Location) -> Iterator[st
         # Of alternatives each has its say; the first one is what is meant to be written.
         first = {problem["loc"][0]: problem["msg"] for problem in reversed(error.errors(include_url=False))}
         yield from (f"{dotted((*at, key))}: {first[key]}, got {said[str(key)]!r}" for key in reversed(first))
+
+
+def _too_few_gpus(args: Mapping[str, Any], at: Location) -> Iterator[str]:
+    """An engine sees the GPUs that Ray gives it, on one node. What runs without any, on CPUs, asks for none."""
+    engine_args, gpus = _object(args, "engine_args"), _object(args, "ray_actor_options").get("num_gpus")
+    if not isinstance(gpus, int | float) or not gpus or engine_args.get("distributed_executor_backend") == "ray":
+        return
+    sizes = {key: engine_args.get(key, 1) for key in _PARALLEL}
+    if not all(isinstance(size, int) for size in sizes.values()):
+        return  # for vLLM to report
+    needed = math.prod(sizes.values())
+    if needed > max(gpus, 1):  # several small engines may share one
+        named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size != 1)
+        yield (
+            f"{dotted((*at, 'ray_actor_options', 'num_gpus'))}: an engine of {named} needs {needed} GPUs of its node, "
+            f"and asks Ray for {gpus:g}"
+        )
 
 
 def _not_here(args: Mapping[str, Any], at: Location) -> Iterator[str]:

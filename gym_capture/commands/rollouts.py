@@ -14,7 +14,7 @@ import asyncio
 import itertools
 import json
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -25,7 +25,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.auth import Keyring
-from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.loading import one_line
 from gym_capture.commands.submitted import logs, status, stop, submit
 from gym_capture.errors import ConfigError, StoreError
@@ -127,6 +126,13 @@ def run(
     close_timeout_s: Annotated[
         float | None, typer.Option(help="Seconds that the tear-down of a rollout may take: 10.")
     ] = None,
+    resume_turns: Annotated[
+        bool | None,
+        typer.Option(
+            "--resume-turns/--no-resume-turns",
+            help="Continue rollouts that were cut from their records, call by call, instead of playing them anew.",
+        ),
+    ] = None,
     secret_file: Annotated[
         Path | None, typer.Option(help="The graph's secret file, if it has one: each rollout gets its own token.")
     ] = None,
@@ -166,6 +172,7 @@ def run(
         "--max-attempts": ("limits.max_attempts", max_attempts),
         "--rollout-timeout-s": ("limits.rollout_timeout_s", rollout_timeout_s),
         "--close-timeout-s": ("limits.close_timeout_s", close_timeout_s),
+        "--resume-turns": ("resume_turns", resume_turns),
     }
     job = job_of_options(job_file, given, set_ or ())
     if dry_run:
@@ -190,12 +197,13 @@ async def _play(
     job: JobFile, on: On, progress: JobProgress, view: View, console: Console, build_out: str | None
 ) -> tuple[JobSummary, StreamReport | None]:
     """Plays, and builds into `build_out` meanwhile, if that is asked for."""
+    from gym_capture.commands.fence import connected_fence
     from gym_capture.commands.job_rows import build_while_playing
     from gym_capture.commands.rollout_view import watching
     from gym_capture.rollouts.exchanges import Exchanges
     from gym_capture.rollouts.job import JobRun
     from gym_capture.rollouts.jobfile import prepare, tasks_of
-    from gym_capture.rollouts.on_graph import endpoints, play_on_graph
+    from gym_capture.rollouts.on_graph import endpoints, play_on_graph, watched
     from gym_capture.rollouts.on_ray import on_ray
     from gym_capture.rollouts.progress import looking
     from gym_capture.rollouts.rows import exchange_of
@@ -206,7 +214,8 @@ async def _play(
     prepared = await prepare(job) if on is On.HERE else None  # on Ray, the workers make what plays
     tasks = await tasks_of(job) if prepared is None else prepared.tasks
     check_server(endpoint.url)
-    clear, close = _fencing(endpoint.ray_address, endpoint.namespace)
+    fence = connected_fence(endpoint.ray_address, endpoint.namespace)
+    resume = fence if job.resume_turns else None
     counting, metrics = _recorded(endpoint.namespace, options.job_id)
     summaries: list[JobSummary] = []
 
@@ -227,8 +236,9 @@ async def _play(
                 harness=prepared.harness,
                 options=options,
                 settings=job.settings,
-                clear=clear,
-                close=close,
+                clear=fence.clear,
+                close=fence.close,
+                resume=resume,
                 directory=job.out,
                 on_row=on_over,
                 on_kept=on_over,
@@ -236,20 +246,26 @@ async def _play(
                 counting=counting,
                 progress=progress,
                 keyring=keyring,
+                note=note,
             )
             summaries.append(played)
 
         async def play_on_ray(on_over: Callable[[RolloutRow], None]) -> None:
             to = endpoints(endpoint.url, keyring)
-            async with on_ray(job, endpoint=to, clear=clear, close=close, note=note) as attempts:
+            async with (
+                on_ray(job, endpoint=to, clear=fence.clear, close=fence.close, resume=resume, note=note) as attempts,
+                watched(endpoint.url, options, note) as outage,
+            ):
                 run = JobRun(
                     tasks=tasks,
                     options=options,
                     attempts=attempts,
                     settings=job.settings,
                     directory=job.out,
+                    resume=resume,
                     keep=keep,
                     counting=counting,
+                    outage=outage,
                 )
                 summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
 
@@ -306,6 +322,7 @@ async def _planned(job: JobFile, on: On, build_out: str | None) -> Sequence[str]
         f"environment  {_named(job.settings['environment'])}",
         f"harness      {_named(job.settings['harness'])}",
         f"limits       {', '.join(f'{key} {value:g}' for key, value in job.limits.model_dump().items())}",
+        *(["cut          continued from their records"] if job.resume_turns else []),
         *([] if on is On.HERE else [f"workers      {_workers(job)}"]),
     ]
 
@@ -388,6 +405,8 @@ def summarized(summary: JobSummary, url: str) -> str:
         parts.append(f"{summary.truncated} outgrew the context (truncated)")
     if summary.resumed:
         parts.append(f"{summary.resumed} were over before this run")
+    if summary.replayed_calls:
+        parts.append(f"{summary.replayed_calls} calls were answered from the records of attempts that were cut")
     if summary.failures:
         reasons = ", ".join(f"{reason} {count}x" for reason, count in summary.failures.most_common())
         parts.append(f"failed attempts: {reasons}")
@@ -425,25 +444,6 @@ def _records(namespace: str) -> SourceSpec:
     from gym_capture.data.sources import SourceSpec
 
     return SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": namespace})
-
-
-def _fencing(
-    ray_address: str, namespace: str
-) -> tuple[Callable[[str], Awaitable[None]], Callable[[str], Awaitable[None]]]:
-    """Two functions: one has the graph's state actors clear a rollout, the other close one."""
-    from gym_capture.capture.operations import Clear, Close
-    from gym_capture.serving.state import connect
-
-    join_cluster(ray_address, namespace=namespace)
-    state = connect(namespace=namespace)
-
-    async def clear(rollout_id: str) -> None:
-        await state.write(Clear(rollout_id))
-
-    async def close(rollout_id: str) -> None:
-        await state.write(Close(rollout_id))
-
-    return clear, close
 
 
 def _recorded(namespace: str, job_id: str) -> tuple[Counting, View]:

@@ -16,9 +16,10 @@ def command(
     rollout_ids: Annotated[list[str] | None, typer.Argument(help="Rollouts whose agents call the model.")] = None,
     untracked: Annotated[bool, typer.Option("--untracked", help="For calls without a rollout.")] = False,
     admin: Annotated[bool, typer.Option("--admin", help="For registering rollouts, and for their outcomes.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="For changing the weights of the engines.")] = False,
     read: Annotated[bool, typer.Option("--read", help="For reading the records of every rollout.")] = False,
 ) -> None:
-    """Print tokens: for an agent's rollout (its API key), for calls without one, for reading records, for registering.
+    """Print tokens: for an agent's rollout (its API key), for calls without one, for records, rollouts, weights.
 
     One token is printed alone. Several are lines of a rollout's id or the option, a tab, and the token.
     """
@@ -26,8 +27,8 @@ def command(
     tokens = [(rollout_id, keyring.rollout_token(rollout_id)) for rollout_id in rollout_ids or ()]
     # A rollout may be called `read`: what is no rollout goes by its option.
     tokens += [("--untracked", keyring.untracked_token())] * untracked + [("--read", keyring.read_token())] * read
-    tokens += [("--admin", keyring.admin_token())] * admin
+    tokens += [("--admin", keyring.admin_token())] * admin + [("--weights", keyring.weights_token())] * weights
     if not tokens:
-        raise ConfigError("name a rollout, or say --untracked, --read or --admin")
+        raise ConfigError("name a rollout, or say --untracked, --read, --admin or --weights")
     for name, token in tokens:
         print(token if len(tokens) == 1 else f"{name}\t{token}")

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from typing import Final, TypeVar
 
 from gym_capture.conformance.checks import CHECKS as _OF_CALLS
+from gym_capture.conformance.handing_on import CHECKS as _OF_HANDING_ON
+from gym_capture.conformance.handing_on import DURABILITY_CHECKS as _OF_HANDING_ON_DURABLY
 from gym_capture.conformance.outcomes import CHECKS as _OF_OUTCOMES
 from gym_capture.conformance.outcomes import DURABILITY_CHECKS as _OF_OUTCOMES_DURABLY
 from gym_capture.conformance.restarts import DURABILITY_CHECKS as _OF_CALLS_DURABLY
@@ -50,9 +52,13 @@ __all__ = [
 ]
 
 
-CHECKS: Final[Mapping[str, Check]] = {**_OF_CALLS, **_OF_OUTCOMES}
+CHECKS: Final[Mapping[str, Check]] = {**_OF_CALLS, **_OF_OUTCOMES, **_OF_HANDING_ON}
 """The checks that every store is put through, by name."""
-DURABILITY_CHECKS: Final[Mapping[str, DurabilityCheck]] = {**_OF_CALLS_DURABLY, **_OF_OUTCOMES_DURABLY}
+DURABILITY_CHECKS: Final[Mapping[str, DurabilityCheck]] = {
+    **_OF_CALLS_DURABLY,
+    **_OF_OUTCOMES_DURABLY,
+    **_OF_HANDING_ON_DURABLY,
+}
 """The checks of a store that survives a restart."""
 
 _StoreT = TypeVar("_StoreT", bound=Store)

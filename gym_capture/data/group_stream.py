@@ -97,6 +97,8 @@ class BuildThread:
         await closing
 
     async def __aenter__(self) -> BuildThread:
+        # What pyarrow loads for its first list takes long: better while agents play than while a group waits.
+        self._executor.submit(pa.array, [[0]])
         return self
 
     async def __aexit__(self, *_: object) -> None:

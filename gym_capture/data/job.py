@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import pyarrow as pa
+import ray
 import ray.data
 
 from gym_capture.build.builder import BuildOptions
@@ -76,7 +77,7 @@ def build_trajectories(
     parts = [Part(number=number, groups=groups) for number, groups in enumerate(_parts(rollouts, options))]
     if not parts:
         return ray.data.from_arrow(SCHEMA.empty_table())
-    return _map_parts(parts, _stream_part, options, {"source": source, "options": options.rows})
+    return _map_parts(parts, _stream_part, options, {"source": source, "options": options.rows, "watch": start_watch()})
 
 
 def write_trajectories(
@@ -115,12 +116,16 @@ class RayRunner:
         self._options = options
 
     def run(self, work: Work, parts: Sequence[Part]) -> Generator[Written]:
-        dataset = _map_parts(parts, _write_part, self._options, {"work": work})
-        for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            written = pickle.loads(batch.column(_ANSWER)[0].as_py())
-            if isinstance(written, GymCaptureError):
-                raise written
-            yield from written
+        watch = start_watch()
+        try:
+            dataset = _map_parts(parts, _write_part, self._options, {"work": work, "watch": watch})
+            for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
+                written = pickle.loads(batch.column(_ANSWER)[0].as_py())
+                if isinstance(written, GymCaptureError):
+                    raise written
+                yield from written
+        finally:
+            ray.kill(watch)  # Ray Data keeps handles of it for as long as this process lives
 
 
 def _parts(rollouts: Rollouts, options: JobOptions) -> list[tuple[tuple[Request, ...], ...]]:
@@ -149,7 +154,7 @@ def _map_parts(
     # Ray Data runs a task whose worker died again without end; the watch ends that.
     return dataset.map_batches(
         task,
-        fn_kwargs={"watch": start_watch(), **arguments},
+        fn_kwargs=dict(arguments),
         batch_size=None,
         batch_format="pyarrow",
         compute=ray.data.TaskPoolStrategy(options.workers),

@@ -1,8 +1,9 @@
 """One part of a build: some rollouts of whole groups, from records to a file of trajectories.
 
 Invariant: whoever runs a part - this process, another one, a task on a cluster - does it by these functions, so the
-rows are the same. At most one rollout is in memory, and the rows of one row group. Every rollout of the part has a row:
-one that cannot be read or built, or that kills whoever builds it, has a masked one that says why.
+rows are the same. At most one rollout is in memory - encoded, the few that an `AheadSource` fetches with it - and the
+rows of one row group. Every rollout of the part has a row: one that cannot be read or built, or that kills whoever
+builds it, has a masked one that says why.
 
 Flow: the worker's source -> freeze, build, compare, group by group (`groups.build_groups`) -> `built_part` gives the
 rows, `write_part` writes them as one Parquet file with row
@@ -29,7 +30,7 @@ from gym_capture.data.groups import RolloutSummary, build_groups, unusable
 from gym_capture.data.nemo_gym import shown_id
 from gym_capture.data.requests import Request
 from gym_capture.data.schema import SCHEMA
-from gym_capture.data.sources import SourceSpec
+from gym_capture.data.sources import AheadSource, SourceSpec
 from gym_capture.data.staged_files import Staging
 from gym_capture.errors import JobError, RecordError, StoreError, StoreUnavailableError
 from gym_capture.reasons import ProblemReason
@@ -40,6 +41,8 @@ MOST_DEATHS: Final = 3
 """Workers that may die of one rollout before it is given up."""
 
 _ROW_GROUP_BYTES: Final = 8 * 2**20
+_TEXTS: Final = [field.name for field in SCHEMA if pa.types.is_string(field.type)]
+"""Columns of which a file has a dictionary. One of ids or log probabilities takes time and makes files larger."""
 RETRY_AFTER_S: Final = (0.5, 1.0, 2.0, 4.0, 8.0)
 """Waits between attempts at a source that cannot answer now, e.g. while its actor restarts."""
 
@@ -145,22 +148,30 @@ def built_part(
     """
     whole = f"part {part.number}"
 
-    def enter_whole() -> None:
+    def enter_whole() -> int:
         deaths = post.enter(whole)
         if deaths >= MOST_DEATHS:
             raise JobError(f"workers died {deaths} times while they read, compared or wrote {whole}, of no one rollout")
+        return deaths
 
     async def freeze(rollout_id: str) -> Snapshot:
-        deaths = post.enter(f"rollout {rollout_id}")
+        # To note each rollout costs as much as to build a small one: only where something has died already.
+        deaths = post.enter(f"rollout {rollout_id}") if is_suspect else 0
         if deaths < MOST_DEATHS:
             return await _freeze(opened, rollout_id)
         enter_whole()
         detail = f"{deaths} workers died while they built it, most likely for want of memory"
         return unusable(shown_id(rollout_id), ProblemReason.WORKER_DIED, detail)
 
-    enter_whole()
+    def on_built() -> None:
+        if is_suspect:
+            enter_whole()
+
+    is_suspect = enter_whole() > 0
     opened = source.opened()
-    built = build_groups(part.groups, freeze, options=options.build, scale=options.scale, on_built=enter_whole)
+    if isinstance(opened, AheadSource):
+        opened.ahead([request.rollout_id for group in part.groups for request in group])
+    built = build_groups(part.groups, freeze, options=options.build, scale=options.scale, on_built=on_built)
     try:
         while (some := source.run(_next(built))) is not None:
             yield some
@@ -177,7 +188,7 @@ def write_part(
     with (
         closing(built_part(part, source=source, options=options, post=post)) as built,
         staging.create(name) as stream,
-        pq.ParquetWriter(stream, SCHEMA, compression="zstd") as writer,
+        pq.ParquetWriter(stream, SCHEMA, compression="zstd", use_dictionary=_TEXTS) as writer,
     ):
         waiting: list[pa.Table] = []
         waiting_bytes = 0

@@ -249,8 +249,12 @@ def read_tensor(value: Mapping[str, Any] | None) -> npt.NDArray[Any] | None:
 def read_spans(
     spans: Sequence[Mapping[str, Any]], sampling: Sequence[Mapping[str, Any] | None] | None
 ) -> tuple[Span, ...]:
-    """The spans of a row, with its `span_sampling`; None: a table of before that column."""
+    """The spans of a row, with its `span_sampling`; None: a table of before that column. Raises `RecordError`."""
     known = [None if how is None else Sampling(**how) for how in sampling or [None] * len(spans)]
+    if len(known) != len(spans):
+        raise RecordError(
+            f"span_sampling must align with spans: got {len(known)} and {len(spans)}", field="span_sampling"
+        )
     return tuple(
         Span(span["start"], span["end"], span["call_id"], span["weight_version"], how)
         for span, how in zip(spans, known, strict=True)

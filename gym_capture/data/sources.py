@@ -13,6 +13,7 @@ running graph). One of your own is whatever is a `SourceFactory`.
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
@@ -23,6 +24,14 @@ from gym_capture.capture.protocols import RecordStore, TokenSource
 from gym_capture.errors import ConfigError, StaleSnapshotError
 from gym_capture.imports import load
 from gym_capture.stores.base import standings_of
+
+
+class AheadSource(ABC):
+    """A source that can fetch several rollouts in one go. An ability: sources have it that name this as a base."""
+
+    @abstractmethod
+    def ahead(self, rollout_ids: Sequence[str]) -> None:
+        """What `freeze` will be asked for next, each once and in this order. It may be asked for others as well."""
 
 
 class SourceFactory(Protocol):

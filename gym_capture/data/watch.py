@@ -3,9 +3,10 @@
 Invariant: a death is charged to what that very process said it was at, and to nothing else; so a rollout that kills
 whoever builds it is found out although others share its task, and is given up after `parts.MOST_DEATHS`.
 
-Flow: a task says what it is at *before* it begins with it (`RayPost.enter`) -> if its process ends there, however that
-came - the system or Ray took it for its memory, native code crashed, a node was lost - Ray runs the task again, whose
-first word shows that the one before was not the last -> that is one death of what the earlier process was at.
+Flow: a task says what it is at *before* it begins with it (`RayPost.enter`): its part, and each rollout of a part of
+which a process has died already -> if its process ends there, however that came - the system or Ray took it for its
+memory, native code crashed, a node was lost - Ray runs the task again, whose first word shows that the one before was
+not the last -> that is one death of what the earlier process was at.
 """
 
 from __future__ import annotations

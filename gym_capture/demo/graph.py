@@ -30,6 +30,8 @@ from gym_capture.errors import ConfigError, EngineError
 from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT
 from gym_capture.serving.state import connect
 
+ENGINE_BACK_WITHIN_S: Final = 300.0
+"""A graph that nobody but Serve would start again is given up after that."""
 _READY_WITHIN_S: Final = 300.0
 _POLL_S: Final = 0.5
 _STEADY_ANSWERS: Final = 20

@@ -23,7 +23,7 @@ from gym_capture.data.job import write_trajectories
 from gym_capture.data.report import BuildReport
 from gym_capture.data.requests import read_requests
 from gym_capture.data.sources import SourceSpec
-from gym_capture.demo.graph import grammar_calls_of, private_ray, served_graph
+from gym_capture.demo.graph import ENGINE_BACK_WITHIN_S, grammar_calls_of, private_ray, served_graph
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
 from gym_capture.demo.report import Mode, mean_and_std, read_built
@@ -180,7 +180,10 @@ class _Run:
                 tasks=Register.tasks(options.tasks, seed=options.seed),
                 make_environment=Register,
                 options=JobOptions(
-                    job_id=f"demo-{self._directory.name}", samples=options.samples, concurrency=options.concurrency
+                    job_id=f"demo-{self._directory.name}",
+                    samples=options.samples,
+                    concurrency=options.concurrency,
+                    outage_timeout_s=ENGINE_BACK_WITHIN_S,
                 ),
                 harness=tool_loop(**loop),
                 settings={"environment": {"name": "register"}, "harness": {"name": "tool-loop", **loop}},

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from gym_capture.data.requests import read_requests
-from gym_capture.demo.graph import grammar_calls_of, private_ray, served_graph
+from gym_capture.demo.graph import ENGINE_BACK_WITHIN_S, grammar_calls_of, private_ray, served_graph
 from gym_capture.demo.job_report import Tried, read_tried
 from gym_capture.demo.processes import ChildProcesses
 from gym_capture.demo.progress import Phase, Phases
@@ -80,7 +80,8 @@ class _Try:
                 )
                 url = serving.enter_context(graph)
             with self._phase("rollouts") as playing:
-                settings = [word for setting in options.settings for word in ("--set", setting)]
+                every = [f"limits.outage_timeout_s={ENGINE_BACK_WITHIN_S:g}", *options.settings]
+                settings = [word for setting in every for word in ("--set", setting)]
                 where = ["--url", url, "--ray-address", self._address, "--namespace", _NAMESPACE]
                 self._run(playing, "rollouts", "run", str(options.job), "--out", str(job), *where, *settings)
             with self._phase("build") as building:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TokenLogProb
 from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan
+from gym_capture.engines.weights import WeightControl
 from gym_capture.splice.template import ChatTemplate
 
 
@@ -105,6 +106,11 @@ class Engine(Protocol):
 
     @property
     def template(self) -> ChatTemplate: ...
+
+    @property
+    def weights(self) -> WeightControl | None:
+        """How it takes new weights. None: it takes none."""
+        ...
 
     def generate(
         self,

@@ -20,6 +20,7 @@ import numpy as np
 from gym_capture.calls import ModelRequest, ReplyEvent, TextDelta, TokenLogProb
 from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan, as_ids
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo
+from gym_capture.engines.scripted_weights import ScriptedWeights, Spans
 from gym_capture.errors import EngineDeadError, EngineError
 from gym_capture.splice.template import ChatTemplate
 
@@ -53,6 +54,7 @@ class Script:
     reports_prompt: bool = True
     """Whether the first chunk says what the prompt was."""
     weight_versions: tuple[WeightSpan, ...] = ()
+    """Empty: those of the engine's weights, once these have a version."""
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -109,7 +111,9 @@ class ScriptedEngine:
         max_model_len: int = 4096,
         vocab_size: int = 2**16,
         longest_token: int | None = None,
+        weights: ScriptedWeights | None = None,
     ) -> None:
+        self._weights = ScriptedWeights() if weights is None else weights
         self._template = template
         self._scripter = scripter
         self._model = ModelInfo(
@@ -130,6 +134,10 @@ class ScriptedEngine:
     @property
     def template(self) -> ChatTemplate:
         return self._template
+
+    @property
+    def weights(self) -> ScriptedWeights:
+        return self._weights
 
     def generate(
         self,
@@ -168,23 +176,25 @@ class ScriptedEngine:
         self, call: EngineCall, script: Script, parser: _ScriptedParser, aborted: asyncio.Event
     ) -> AsyncGenerator[GenerationChunk]:
         has_ended = False
+        spans = Spans(self._weights)
         try:
             finishes = script.raises is None and not script.hangs
             steps = list(script.steps) if call.stream else [_merged(script.steps)] if finishes else []
             for number, step in enumerate(steps):
                 await asyncio.sleep(0)
+                await self._weights.runs()
                 if aborted.is_set():
-                    yield self._chunk(call, script, _NOTHING, is_first=number == 0, finish_reason="abort")
+                    yield self._chunk(call, script, _NOTHING, spans, is_first=number == 0, finish_reason="abort")
                     return
                 parser.expect(_events(step))
                 is_last = finishes and number == len(steps) - 1
                 reason = script.finish_reason if is_last else None
-                yield self._chunk(call, script, step, is_first=number == 0, finish_reason=reason)
+                yield self._chunk(call, script, step, spans, is_first=number == 0, finish_reason=reason)
             if script.hangs:
                 await aborted.wait()
                 rest = _NOTHING if call.stream else _merged(script.steps)
                 parser.expect(_events(rest))
-                yield self._chunk(call, script, rest, is_first=not steps, finish_reason="abort")
+                yield self._chunk(call, script, rest, spans, is_first=not steps, finish_reason="abort")
                 return
             has_ended = True
             if script.raises is not None:
@@ -194,10 +204,11 @@ class ScriptedEngine:
                 self.aborted.append(call.call_id)
 
     def _chunk(
-        self, call: EngineCall, script: Script, step: Step, *, is_first: bool, finish_reason: str | None
+        self, call: EngineCall, script: Script, step: Step, spans: Spans, *, is_first: bool, finish_reason: str | None
     ) -> GenerationChunk:
         is_last = finish_reason is not None
         ids, log_probs = as_ids(np.array(step.token_ids, dtype=np.int32)), _log_probs(step)
+        spans.count(ids.size)
         return GenerationChunk(
             token_ids=ids,
             log_probs=log_probs,
@@ -206,7 +217,7 @@ class ScriptedEngine:
             cached_tokens=script.cached_tokens if is_last else 0,
             finish_reason=finish_reason,
             stop_reason=script.stop_reason if is_last else None,
-            weight_versions=script.weight_versions if is_last else (),
+            weight_versions=(script.weight_versions or spans.all()) if is_last else (),
             shown_log_probs=None if call.request.top_logprobs is None else self._shown(call.request, ids, log_probs),
         )
 

@@ -45,6 +45,7 @@ from gym_capture.engines.steps import NO_CHARACTER, PromptEcho, StepSplitter
 from gym_capture.engines.vllm_outputs import chunk_of, only_completion
 from gym_capture.engines.vllm_parsing import CONTEXT_IDS, Parsers, PlainParser, VllmParser, text_of_next
 from gym_capture.engines.vllm_sampling import ALWAYS, IF_SET, recorded_sampling
+from gym_capture.engines.vllm_weights import WORKER_EXTENSION, VllmWeights
 from gym_capture.errors import (
     ConfigError,
     EngineDeadError,
@@ -106,6 +107,7 @@ class VllmEngine:
             config,
         )
         self._default_sampling: dict[str, Any] = config.get_diff_sampling_param()
+        self._weights = VllmWeights(llm, model=config.model)
 
     @classmethod
     def start(
@@ -123,7 +125,12 @@ class VllmEngine:
         """
         if not (Path(model) / "config.json").is_file():
             raise ConfigError(f"model: {model!r} is not a model folder (it has no config.json)")
-        forced = {"model": model, "logprobs_mode": "processed_logprobs", "disable_log_stats": True}
+        forced = {
+            "model": model,
+            "logprobs_mode": "processed_logprobs",
+            "disable_log_stats": True,
+            "worker_extension_cls": WORKER_EXTENSION,
+        }
         if reasoning_parser is not None:
             # The engine waits with a forced call's grammar until the model has thought.
             forced["reasoning_parser"] = reasoning_parser
@@ -157,6 +164,10 @@ class VllmEngine:
     @property
     def template(self) -> HfChatTemplate:
         return self._template
+
+    @property
+    def weights(self) -> VllmWeights:
+        return self._weights
 
     def generate(
         self,

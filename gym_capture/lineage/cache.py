@@ -10,7 +10,8 @@ is `add`ed once it is durable -> the rollouts that were used least recently go, 
 A record that becomes durable while its rollout is absent needs no index: the next reading finds it. One that becomes
 durable while its rollout is being read may have come too late for that reading, so it waits and is added after it.
 
-Beside the index stand the calls that are *open*: begun, without a record. They are few, and stay in memory.
+Beside the index stand the calls that are *open*: begun, without a record; and of an attempt that goes on from others,
+which. They are few, and stay in memory.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class LineageCache:
         self._reading: dict[str, asyncio.Task[bool]] = {}
         self._open: dict[str, dict[str, str | None]] = {}
         """By rollout: the calls without a record yet, and what they were asked; None: not known any more."""
+        self._went_on: dict[str, frozenset[str]] = {}
+        """By rollout: the earlier attempts that it goes on from, as far as its store was read."""
         self._awaited = Counter[str]()
         """Who waits for an answer about a rollout."""
         self.reads = 0
@@ -96,6 +99,14 @@ class LineageCache:
             if not calls:
                 del self._open[rollout_id]
 
+    def go_on(self, rollout_id: str, *sources: str) -> None:
+        """The rollout goes on from earlier attempts."""
+        self._went_on[rollout_id] = self._went_on.get(rollout_id, frozenset()).union(sources)
+
+    def went_on(self, rollout_id: str) -> tuple[str, ...]:
+        """The earlier attempts that a rollout goes on from, which was asked about."""
+        return tuple(sorted(self._went_on.get(rollout_id, ())))
+
     async def add(self, entry: StoredRecord) -> tuple[RecordProblem, ...]:
         """Indexes a record that is durable by now (`LineageIndex.add`)."""
         self.end(entry.rollout_id, entry.model_call_id)
@@ -115,6 +126,7 @@ class LineageCache:
         """The rollout was retired in the store; what is being read of it is of the attempt before."""
         self._index.forget(rollout_id)
         self._open.pop(rollout_id, None)
+        self._went_on.pop(rollout_id, None)
         self._recent.pop(rollout_id, None)
         self._absent.discard(rollout_id)
         self._reading.pop(rollout_id, None)
@@ -152,6 +164,8 @@ class LineageCache:
         self.reads += 1
         self._absent.discard(rollout_id)
         self._index.rebuild(stored.records)
+        if stored.went_on:
+            self.go_on(rollout_id, *stored.went_on)
         for reason in stored.incomplete:
             name, call_id = split_reason(reason)
             if name == CaptureMark.DANGLING_INTENT:

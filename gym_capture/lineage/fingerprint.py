@@ -134,6 +134,11 @@ class Fingerprint:
     """After the last item."""
 
     @property
+    def tools_key(self) -> str:
+        """The key of the tools."""
+        return self._states[0].hex()
+
+    @property
     def asked_key(self) -> str:
         """The key of everything before the turn that this request asks for."""
         items = self._conversation.items

@@ -4,10 +4,11 @@ Invariant: `play` raises nothing but the cancellation of the job, and returns wi
 `close_timeout_s` - one for an agent that does not end when it is cancelled, one for an environment that does not close.
 What was scored counts: a tear-down that fails afterwards is a note. An environment that was made is closed, however the
 attempt ended. Each attempt has a rollout id of its own, and before it plays, those that it supersedes are closed: what
-still runs of one of them is refused by the server, and has nowhere to write to.
+still runs of one of them is refused by the server, and has nowhere to write to. Those that it goes on from are refused
+likewise, and keep their records until the rollout is over.
 
-Flow: close what is superseded, clear what is stale -> make and reset the environment -> the harness plays -> score ->
-close the environment.
+Flow: close what is superseded, or have it hand on its records; clear what is stale -> make and reset the environment ->
+the harness plays -> score -> close the environment.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
@@ -46,11 +47,48 @@ class Outcome(NamedTuple):
     """The agent's start; None if it did not come to that."""
 
 
+class Before(NamedTuple):
+    """Rollout ids of the earlier attempts at the same rollout."""
+
+    superseded: Sequence[str] = ()
+    """Those that are to be forgotten."""
+    goes_on_from: Sequence[str] = ()
+    """Those that were cut, and whose records answer the calls of this one that are equal to theirs."""
+
+
+FIRST: Final = Before()
+"""There are none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replayed:
+    """How much of earlier attempts an attempt repeated. Fields as in `ledger.RolloutRow`."""
+
+    calls: int
+    diverged_at: int | None
+
+
+class TurnResume(Protocol):
+    """What the server does with attempts that others go on from. Each may be repeated."""
+
+    async def hand_on(self, rollout_id: str) -> None:
+        """Refuses the calls of an attempt that was cut, and keeps its records."""
+        ...
+
+    async def go_on(self, rollout_id: str, source: str) -> None:
+        """Answers calls of `rollout_id` from the records of `source`, where they are equal."""
+        ...
+
+    async def over(self, rollout_id: str, sources: Sequence[str]) -> Replayed:
+        """How much of `sources` an attempt that is over repeated. They are closed: nothing goes on from them now."""
+        ...
+
+
 class Play(Protocol):
     """Plays one attempt."""
 
-    def __call__(self, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Awaitable[Outcome]:
-        """`rollout_id` is the attempt's own; `supersedes`, those of the attempts at the same rollout before it."""
+    def __call__(self, rollout_id: str, task: Task, *, before: Before = FIRST) -> Awaitable[Outcome]:
+        """`rollout_id` is the attempt's own."""
         ...
 
 
@@ -73,14 +111,25 @@ class AttemptRunner(Protocol):
 async def make_ready(
     rollout_id: str,
     *,
-    supersedes: Sequence[str],
+    before: Before,
     clear: Callable[[str], Awaitable[object]],
     close: Callable[[str], Awaitable[object]],
+    resume: TurnResume | None,
 ) -> None:
-    """Has the server refuse the attempts before, and forget what it may have of this one."""
-    for superseded in supersedes:
+    """Has the server refuse the attempts before, and forget what it may have of this one.
+
+    It may end between any two of these: the next attempt does all of it for all attempts before it.
+    """
+    for superseded in before.superseded:
         await close(superseded)
+    if resume is None:
+        await clear(rollout_id)
+        return
+    for source in before.goes_on_from:
+        await resume.hand_on(source)
     await clear(rollout_id)
+    for source in before.goes_on_from:
+        await resume.go_on(rollout_id, source)
 
 
 class _Stage:
@@ -107,6 +156,8 @@ class Attempts:
     patience: Patience
     rollout_timeout_s: float
     close_timeout_s: float
+    resume: TurnResume | None = None
+    """None: no attempt goes on from another."""
 
     @property
     def left_running(self) -> int:
@@ -115,11 +166,11 @@ class Attempts:
     async def place(self) -> Play:
         return self.play
 
-    async def play(self, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Outcome:
+    async def play(self, rollout_id: str, task: Task, *, before: Before = FIRST) -> Outcome:
         stage = _Stage()
         try:
             ended = await self.patience.wait(
-                lambda: self._play(rollout_id, task, supersedes, stage), limit_s=self.rollout_timeout_s
+                lambda: self._play(rollout_id, task, before, stage), limit_s=self.rollout_timeout_s
             )
         finally:
             await self._close(stage)
@@ -136,8 +187,8 @@ class Attempts:
                     detail += "; the agent goes on although it was cancelled"
                 return Outcome(Failed(AttemptFailure.ROLLOUT_TIMEOUT, detail), stage.note, stage.observation)
 
-    async def _play(self, rollout_id: str, task: Task, supersedes: Sequence[str], stage: _Stage) -> Scored | Failed:
-        await make_ready(rollout_id, supersedes=supersedes, clear=self.clear, close=self.close)
+    async def _play(self, rollout_id: str, task: Task, before: Before, stage: _Stage) -> Scored | Failed:
+        await make_ready(rollout_id, before=before, clear=self.clear, close=self.close, resume=self.resume)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
         observation = stage.observation = await environment.reset(task)

@@ -113,6 +113,29 @@ class Harness(Protocol):
         ...
 
 
+class RepeatableHarness:
+    """The base of harnesses whose agents do the same again when they get the same replies and the same of their tools:
+    to the character in what they send, as far as the policy is shown it. `--resume-turns` plays no others.
+
+    Times, random numbers, names of temporary folders in a prompt speak against it. What differs all the same is
+    generated anew: nothing wrong comes of it, and nothing is saved.
+    """
+
+    @property
+    def repeats(self) -> bool:
+        """Whether it is so of this one, as its options have it."""
+        return True
+
+
+def check_repeats(harness: Harness, name: str) -> None:
+    """Raises `ConfigError` if a harness does not say that its agents do the same again."""
+    if not isinstance(harness, RepeatableHarness) or not harness.repeats:
+        raise ConfigError(
+            f"resume_turns: the harness {name!r} does not say that its agents ask the same again, so it cannot "
+            "continue what was cut: leave resume_turns out, and that is played anew (docs/jobs.md, Resuming)"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolLoopOptions:
     """How the loop asks."""
@@ -134,7 +157,7 @@ class ToolLoopOptions:
             )
 
 
-class ToolLoop:
+class ToolLoop(RepeatableHarness):
     """The loop. `client` is shared by all rollouts; its own base URL is not used."""
 
     def __init__(self, client: openai.AsyncOpenAI, options: ToolLoopOptions = ToolLoopOptions()) -> None:

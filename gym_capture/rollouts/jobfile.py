@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, model_validator
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.catalog import environment_factory, harness_factory, task_maker
 from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Task
-from gym_capture.rollouts.harness import Harness
+from gym_capture.rollouts.harness import Harness, check_repeats
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.patience import Late, Patience, Raised
 
@@ -99,6 +99,10 @@ class LimitsSection(_Section):
     """Seconds that its tear-down may take."""
     retry_wait_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = _JOB_DEFAULTS.retry_wait_s
     """The wait before the first retry; it doubles, up to 30 s."""
+    max_lost: NonNegativeInt = _JOB_DEFAULTS.max_lost
+    """Attempts that may be lost with their node or their graph, beside `max_attempts`."""
+    outage_timeout_s: Seconds = _JOB_DEFAULTS.outage_timeout_s
+    """How long the job waits for a graph that does not answer."""
 
 
 class RaySection(_Section):
@@ -127,6 +131,9 @@ class JobFile(_Section):
     """Rollouts of each task: the size of a GRPO group."""
     harness: Named = Named(name="tool-loop")
     limits: LimitsSection = LimitsSection()
+    resume_turns: bool = False
+    """Whether an attempt that was cut is continued from its records by the next one. It decides nothing of what is
+    sampled or scored, so it may differ when the job goes on."""
     ray: RaySection = RaySection()
 
     def options(self, job_id: str) -> JobOptions:
@@ -169,7 +176,10 @@ async def prepare_environment(job: JobFile) -> EnvironmentFactory:
 
 def prepare_harness(job: JobFile) -> Harness:
     """The harness, to be closed. Raises `ConfigError`."""
-    return harness_factory(job.harness.name)(**job.harness.options)
+    harness = harness_factory(job.harness.name)(**job.harness.options)
+    if job.resume_turns:
+        check_repeats(harness, job.harness.name)
+    return harness
 
 
 async def _try(make_environment: EnvironmentFactory, job: JobFile) -> None:

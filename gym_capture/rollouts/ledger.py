@@ -27,6 +27,7 @@ from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 
 from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
+from gym_capture.reasons import AttemptFailure
 
 _Row = TypeVar("_Row")
 
@@ -35,6 +36,8 @@ FAILURES_FILE: Final = "failures.jsonl"
 ATTEMPTS_FILE: Final = "attempts.jsonl"
 FORMAT_VERSION: Final = 2
 """Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
+LOST: Final = frozenset({AttemptFailure.NODE_LOST, AttemptFailure.GRAPH_LOST})
+"""Failures of attempts that were lost with what they ran on."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
 _LONGEST_DIFFERENCE: Final = 200
@@ -73,6 +76,11 @@ class RolloutRow:
     retryable: bool = True
     """Whether another attempt at a failed rollout could end differently."""
     answer: str | None = None
+    replayed_calls: int = 0
+    """Its calls that were answered from the records of attempts that were cut."""
+    diverged_at: int | None = None
+    """Which of its calls, from 1, was generated, although those attempts had records left that none of its calls asked
+    for; None: it repeated all of them, or came to its end before."""
     note: str | None = None
     """Trouble in the tear-down, without a consequence for the row."""
     recorded: Mapping[str, int] | None = None
@@ -155,6 +163,7 @@ class Ledger:
             """The number of the last attempt at each rollout that was begun."""
             for attempt in _read(directory / ATTEMPTS_FILE, AttemptRow):
                 self.attempts[attempt.place] = max(attempt.attempt, self.attempts.get(attempt.place, 0))
+            self._failed = {(failure.place, failure.attempt): failure.reason for failure in self.failures}
         except BaseException:
             self._close()
             raise
@@ -180,6 +189,15 @@ class Ledger:
         """Raises `ConfigError` as `add_row` does."""
         self._append(self._failures_file, _line(failure))
         self.failures.append(failure)
+        self._failed[failure.place, failure.attempt] = failure.reason
+
+    def last_uncut(self, place: Place) -> int:
+        """The number of the last attempt at a rollout that came to an end of its own; 0: none did. Those after it were
+        cut: with the job, or with the node or the graph that they were played on."""
+        attempt = self.attempts.get(place, 0)
+        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in LOST:  # no row: no end
+            attempt -= 1
+        return attempt
 
     def forget(self, places: Collection[Place]) -> None:
         """Takes the rows of rollouts that are to run again out of the file."""

@@ -6,16 +6,18 @@ token if the graph has a secret. The harness is closed once, however the job end
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from gym_capture.auth import Keyring
-from gym_capture.rollouts.attempt import Outcome
+from gym_capture.rollouts.attempt import Outcome, TurnResume
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
 from gym_capture.rollouts.ledger import RolloutRow
+from gym_capture.rollouts.outage import Outage, asking
 from gym_capture.rollouts.patience import Patience
 from gym_capture.rollouts.progress import Counting, JobProgress, uncounted
 
@@ -30,6 +32,7 @@ async def play_on_graph(
     settings: Mapping[str, Any],
     clear: Callable[[str], Awaitable[object]],
     close: Callable[[str], Awaitable[object]],
+    resume: TurnResume | None = None,
     directory: Path,
     on_row: Callable[[RolloutRow], None] = lambda row: None,
     on_kept: Callable[[RolloutRow], None] = lambda row: None,
@@ -37,27 +40,39 @@ async def play_on_graph(
     counting: Counting = uncounted,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
+    note: Callable[[str], None] = lambda text: None,
 ) -> JobSummary:
-    """Plays the job against the graph at `url` (scheme, host and port), with its keyring if it has a secret."""
-    job = RolloutJob(
-        tasks=tasks,
-        options=options,
-        harness=harness,
-        make_environment=make_environment,
-        endpoint=endpoints(url, keyring),
-        clear=clear,
-        close=close,
-        settings=settings,
-        directory=directory,
-        keep=keep,
-        counting=counting,
-    )
-    try:
-        return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)
-    finally:
-        # The rollouts are over: how this ends changes nothing of them.
-        limit_s = options.close_timeout_s
-        await Patience(grace_s=limit_s).wait(harness.close, limit_s=limit_s)
+    """Plays the job against the graph at `url` (scheme, host and port), with its keyring if it has a secret. `note` is
+    told what the user should know."""
+    async with watched(url, options, note) as outage:
+        job = RolloutJob(
+            tasks=tasks,
+            options=options,
+            harness=harness,
+            make_environment=make_environment,
+            endpoint=endpoints(url, keyring),
+            clear=clear,
+            close=close,
+            resume=resume,
+            settings=settings,
+            directory=directory,
+            keep=keep,
+            counting=counting,
+            outage=outage,
+        )
+        try:
+            return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)
+        finally:
+            # The rollouts are over: how this ends changes nothing of them.
+            limit_s = options.close_timeout_s
+            await Patience(grace_s=limit_s).wait(harness.close, limit_s=limit_s)
+
+
+@asynccontextmanager
+async def watched(url: str, options: JobOptions, note: Callable[[str], None]) -> AsyncIterator[Outage]:
+    """Knows, for a job, when the graph at `url` is away."""
+    async with asking(url) as is_well:
+        yield Outage(is_well, limit_s=options.outage_timeout_s, note=note)
 
 
 def endpoints(url: str, keyring: Keyring | None) -> Callable[[str], Endpoint]:

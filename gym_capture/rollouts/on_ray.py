@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,7 +29,7 @@ from ray.exceptions import RayError, RayTaskError
 from gym_capture.cluster.replies import cause_of
 from gym_capture.errors import ConfigError, described
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.attempt import Attempts, Outcome, Play, make_ready
+from gym_capture.rollouts.attempt import FIRST, Attempts, Before, Outcome, Play, TurnResume, make_ready
 from gym_capture.rollouts.environment import Task
 from gym_capture.rollouts.harness import Endpoint, Failed
 from gym_capture.rollouts.jobfile import JobFile, prepare_environment, prepare_harness
@@ -102,12 +102,14 @@ class RayRunner:
         clear: Callable[[str], Awaitable[object]],
         close: Callable[[str], Awaitable[object]],
         note: Callable[[str], None],
+        resume: TurnResume | None,
     ) -> None:
         self._job = job
         self._endpoint = endpoint
         self._clear = clear
         self._close = close
         self._note = note
+        self._resume = resume
         self._node = ray.util.get_node_ip_address()
         self._mark = job.out.absolute() / f"seen-{uuid4().hex}"
         self._open: list[_Place] = []
@@ -170,10 +172,12 @@ class RayRunner:
                     self._note(self._no_room())
             raise self._broken
 
-    async def _play(self, place: _Place, rollout_id: str, task: Task, *, supersedes: Sequence[str] = ()) -> Outcome:
+    async def _play(self, place: _Place, rollout_id: str, task: Task, *, before: Before = FIRST) -> Outcome:
         try:
             limit_s = self._job.limits.rollout_timeout_s
-            ready = partial(make_ready, rollout_id, supersedes=supersedes, clear=self._clear, close=self._close)
+            ready = partial(
+                make_ready, rollout_id, before=before, clear=self._clear, close=self._close, resume=self._resume
+            )
             match await self._patience.wait(ready, limit_s=limit_s):
                 case Raised(error):
                     return Outcome(Failed(AttemptFailure.NOT_CLEARED, described(error)), None)
@@ -288,9 +292,10 @@ async def on_ray(
     clear: Callable[[str], Awaitable[object]],
     close: Callable[[str], Awaitable[object]],
     note: Callable[[str], None],
+    resume: TurnResume | None = None,
 ) -> AsyncIterator[RayRunner]:
     """Workers for a job, from a process that has joined the cluster. `note` is told what its user should know."""
-    runner = RayRunner(job, endpoint=endpoint, clear=clear, close=close, note=note)
+    runner = RayRunner(job, endpoint=endpoint, clear=clear, close=close, note=note, resume=resume)
     try:
         runner.start()
         yield runner

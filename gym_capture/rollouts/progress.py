@@ -74,6 +74,8 @@ class Snapshot:
     calls: int
     """Model calls that were recorded in this run, as of a moment ago; where that cannot be known of an attempt, those
     that its agent counted."""
+    replayed_calls: int = 0
+    """Of rollouts that were over in this run: those that were answered from records of attempts that were cut."""
     calls_per_s: float
     generated_tokens: int
     """Of those calls."""
@@ -107,7 +109,7 @@ class JobProgress:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._began = clock()
-        self._total = self._resumed = self._settled = self._failed = 0
+        self._total = self._resumed = self._settled = self._failed = self._replayed_calls = 0
         self._rewarded, self._reward = 0, 0.0
         self._failed_attempts: Counter[str] = Counter()
         self._running: dict[str, _Attempt] = {}
@@ -153,6 +155,7 @@ class JobProgress:
     def settled(self, row: RolloutRow) -> None:
         """A rollout is over."""
         self._settled += 1
+        self._replayed_calls += row.replayed_calls
         self._count(row)
 
     def builds(self) -> None:
@@ -192,6 +195,7 @@ class JobProgress:
             tokens_per_s=recorded.generated_tokens / elapsed_s if elapsed_s > 0 else 0.0,
             eligible_links=recorded.eligible_links,
             contiguous_links=recorded.contiguous_links,
+            replayed_calls=self._replayed_calls,
             mean_reward=self._reward / self._rewarded if self._rewarded else None,
             eta_s=elapsed_s * (self._total - done) / self._settled if self._settled else None,
             slowest=tuple(Running(rollout_id=name, seconds=now - attempt.began) for name, attempt in oldest),

@@ -44,6 +44,7 @@ from gym_capture.lineage.fingerprint import Fingerprint
 from gym_capture.output_items import output_items
 from gym_capture.reasons import NotSplicedReason
 from gym_capture.serving.capture import Capture, Tracked
+from gym_capture.serving.replay import options_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,9 @@ class CallInFlight:
         engine: Engine,
         capture: Capture,
         clock: Callable[[], float],
+        replayed_from: str | None = None,
     ) -> None:
+        """`replayed_from`: the call of an earlier attempt whose generation it is, if it is not the engine's."""
         self.call_id = call_id
         self.request = request
         self._prompt = prompt
@@ -81,6 +84,7 @@ class CallInFlight:
         self._engine = engine
         self._capture = capture
         self._clock = clock
+        self._replayed_from = replayed_from
         self._chunks: list[GenerationChunk] = []
         self._turn = TurnBuilder()
         self._committing: asyncio.Task[None] | None = None
@@ -192,6 +196,7 @@ class CallInFlight:
                 sampling=self._sampling(),
                 max_tokens=self.request.max_tokens,
                 normalized=(*tracked.rules, *self.request.left_out),
+                options_key=options_key(self.request, tools_key=tracked.fingerprint.tools_key),
             ),
             reply=CallReply(
                 output_items=items,
@@ -205,6 +210,7 @@ class CallInFlight:
                 model=self._engine.model.name,
                 weight_versions=last.weight_versions,
                 routed_experts=last.routed_experts,
+                replayed_from=self._replayed_from,
             ),
         )
 

@@ -3,7 +3,8 @@
 Invariant: a failure before generation costs no compute, and leaves no open intent behind.
 
 Flow: `CallService.begin` registers the intent and resolves the parent (one round trip), renders or splices the prompt,
-and starts the engine; what becomes of the call then is `CallInFlight`'s concern (`call`).
+and starts the engine - or, in an attempt that goes on from an earlier one, finds the call on its record (`replay`);
+what becomes of the call then is `CallInFlight`'s concern (`call`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,7 @@ from typing import Any, Final, Protocol
 from gym_capture.calls import ModelRequest
 from gym_capture.capture.operations import Operation
 from gym_capture.capture.protocols import Resolution, Resolved
-from gym_capture.capture.records import (
-    CallIntent,
-    Root,
-    Snapshot,
-)
+from gym_capture.capture.records import CallIntent, Root, Snapshot, TokenEntry
 from gym_capture.capture.rollout_state import RolloutStatus
 from gym_capture.capture.sinks import BegunCall
 from gym_capture.conversation import AssistantTurn, Item
@@ -44,6 +41,7 @@ from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
 from gym_capture.serving.call import CallInFlight, Prompt
 from gym_capture.serving.capture import Capture, Tracked, Untracked, abandon
+from gym_capture.serving.replay import Replays, options_key, replayed
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.splicer import Spliced, full_prompt, splice
 from gym_capture.splice.turn_start import turn_start
@@ -120,6 +118,7 @@ class CallService:
         self._pin = fields.whole_pin(sampling_pin)
         self._sessions = _Sessions(session_cache)
         self._clock = clock
+        self._replays = None if state is None else Replays(state.freeze)
         # One thread: rendering is Python, so more would not help, but the event loop must go on streaming meanwhile.
         self._renderer = ThreadPoolExecutor(1, thread_name_prefix="render")
 
@@ -143,6 +142,7 @@ class CallService:
         request = replace(request, conversation=adapted.conversation, sampling=sampling)
         capture: Capture = Untracked()
         resolution: Resolution = Root()
+        begun: BegunCall | None = None
         if rollout_id is not None and self._state is not None:
             fingerprint = self._fingerprint(rollout_id, request)
             asked_key, answer_key = fingerprint.latest_answer or ("", "")
@@ -162,7 +162,10 @@ class CallService:
             self._sessions.keep(rollout_id, fingerprint, size=_text_size(request))
         try:
             prompt = await self._rendered(request, resolution)
-            generation = self._generate(request, prompt, call_id)
+            recorded = None
+            if begun is not None and isinstance(capture, Tracked) and begun.went_on:
+                recorded = await self._recorded(begun, capture, request, prompt)
+            generation = self._generate(request, prompt, call_id) if recorded is None else replayed(recorded)
         except BaseException:
             await capture.abandon()
             raise
@@ -174,6 +177,7 @@ class CallService:
             engine=self._engine,
             capture=capture,
             clock=self._clock,
+            replayed_from=None if recorded is None else recorded.model_call_id,
         )
 
     async def count(self, request: ModelRequest, *, rollout_id: str | None) -> int:
@@ -266,16 +270,35 @@ class CallService:
                 not_spliced = spliced.reason
         return Prompt(full_prompt(template, conversation), resolution, not_spliced)
 
-    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> Generation:
+    async def _recorded(
+        self, begun: BegunCall, capture: Tracked, request: ModelRequest, prompt: Prompt
+    ) -> TokenEntry | None:
+        """The record of an earlier attempt that answers this call, if there is one. Raises a `StoreError`."""
+        if self._replays is None or request.top_logprobs is not None:
+            return None  # a client that wants to see alternatives cannot have them from a record
+        return await self._replays.claim(
+            begun,
+            capture.call_id,
+            prompt_ids=prompt.ids,
+            options=options_key(request, tools_key=capture.fingerprint.tools_key),
+            model=self._engine.model.name,
+            room=self._room(request, prompt, capture.call_id),
+        )
+
+    def _room(self, request: ModelRequest, prompt: Prompt, call_id: str) -> int:
+        """Ids that the generation may have. Raises `ContextLengthError`."""
         limit = self._engine.model.max_model_len
         room = limit - int(prompt.ids.size)
         if room < 1:
             raise ContextLengthError(Overflow(int(prompt.ids.size), limit), call_id=call_id)
+        return min(request.max_tokens or room, room)
+
+    def _generate(self, request: ModelRequest, prompt: Prompt, call_id: str) -> Generation:
         return self._engine.generate(
             call_id=call_id,
             prompt_ids=prompt.ids,
             request=request,
-            max_tokens=min(request.max_tokens or room, room),
+            max_tokens=self._room(request, prompt, call_id),
             stream=request.stream,
             turn_start=prompt.turn_start,
         )

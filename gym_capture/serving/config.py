@@ -28,6 +28,7 @@ from pydantic import (
 from gym_capture.dialects import fields
 from gym_capture.errors import InvalidRequestError
 from gym_capture.serving.state import LINEAGE_BYTES, WAITING_BYTES
+from gym_capture.serving.weights_plane import STEP_TIMEOUT_S, TRAINER_TIMEOUT_S
 from gym_capture.stores import DEFAULT_DIRECTORY
 
 
@@ -76,6 +77,18 @@ class StateArgs(BaseModel):
     max_idle_s: PositiveFloat | None = None
     """A live rollout that nothing was written to or read from for so long is retired: its records are lost to whoever
     has not fetched them. By default none is; make it longer than calls, pauses of agents and waits for a build."""
+
+
+class WeightsArgs(BaseModel):
+    """How new weights come into the engines while they serve."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    trainer_timeout_s: PositiveFloat = TRAINER_TIMEOUT_S
+    """A trainer that has paused the graph, or begun an update, and is not heard of for so long is given up: the graph
+    goes on with the weights that it serves."""
+    step_timeout_s: PositiveFloat = STEP_TIMEOUT_S
+    """A replica that needs longer to check weights, to load them or to pause fails the update."""
 
 
 APP_IMPORT_PATH: Final = "gym_capture.serving.app:build_app"
@@ -148,6 +161,7 @@ class GraphArgs(BaseModel):
     secret_file: Path | None = None
     """A file with the secret that tokens are derived from (`gym-capture token`). Unset: every route is open."""
     state: StateArgs = Field(default_factory=StateArgs)
+    weights: WeightsArgs = Field(default_factory=WeightsArgs)
     ray_actor_options: Object = Field(default_factory=dict)
     """Ray's options of a replica: `num_cpus`, `num_gpus`, `runtime_env`..."""
     session_cache: PositiveInt = 4096

@@ -30,6 +30,7 @@ COUNTERS: Final[Mapping[str, str]] = {
     "prefix_requested": "Recorded calls eligible for prefix supply: their parent was proven",
     "prefix_supplied": "Recorded calls whose prompt starts with their parent's ids",
     "generated_tokens": "Generated tokens of recorded calls",
+    "replayed_calls": "Recorded calls that were answered from the record of an earlier attempt",
     "delivered_marks": "Replies known to be delivered, of calls that may be a retry",
     "undelivered_marks": "Replies whose end could not be sent",
     "registrations": "Rollouts registered",

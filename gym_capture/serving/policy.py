@@ -1,14 +1,16 @@
 """The deployment: one replica is one engine with its gateway.
 
-Invariant: a replica that takes requests is ready: its engine runs, and its state actors have read their logs back. One
-that is to end has ended its calls, in order, by the time that it was given.
+Invariant: a replica that takes requests is ready: its engine runs with the weights that are current, and its state
+actors have read their logs back. One that is to end has ended its calls, in order, by the time that it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
+import uuid
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 
@@ -23,6 +25,9 @@ from gym_capture.serving.draining import ServeReplica, end_in_order
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.state import connect, start_shards
+from gym_capture.serving.weights_actor import CoordinatorClient, start_coordinator
+from gym_capture.serving.weights_agent import WeightAgent
+from gym_capture.serving.weights_routes import add_weight_routes
 
 
 @serve.ingress()
@@ -31,6 +36,7 @@ class Policy:
 
     async def __init__(self, args: GraphArgs) -> None:  # type: ignore[misc]  # Serve awaits it
         self._service: CallService | None = None
+        self._weights: WeightAgent | None = None
         self._keyring = None if args.secret_file is None else Keyring.from_file(args.secret_file)
         state = None
         if args.capture:
@@ -68,6 +74,20 @@ class Policy:
             sampling_pin=args.sampling_pin,
             session_cache=args.session_cache,
         )
+        self._coordinator = CoordinatorClient(
+            start_coordinator(
+                namespace=args.state.namespace,
+                directory=str(args.state.directory),
+                trainer_timeout_s=args.weights.trainer_timeout_s,
+                step_timeout_s=args.weights.step_timeout_s,
+            ),
+            replica=ray.get_runtime_context().current_actor,
+        )
+        if engine.weights is not None:
+            self._weights = WeightAgent(
+                self._coordinator, engine.weights, replica=uuid.uuid4().hex[:12], model=args.model
+            )
+            await self._weights.start()
 
     async def reconfigure(self, user_config: dict[str, Any]) -> None:
         """Called by Serve, at first and whenever `user_config` changes. Raises for what is no limit."""
@@ -76,7 +96,7 @@ class Policy:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         assert self._service is not None
-        return build_gateway(
+        app = build_gateway(
             self._service,
             model_name=self._engine.model.name,
             max_model_len=self._engine.model.max_model_len,
@@ -86,13 +106,20 @@ class Policy:
             body_timeout_s=self._args.body_timeout_s,
             keyring=self._keyring,
         )
+        if self._weights is not None:
+            add_weight_routes(app, self._coordinator, check_health=self._service.check_health, keyring=self._keyring)
+        return app
 
     async def check_health(self) -> None:
         """Called by Serve: raising makes it replace the replica."""
         assert self._service is not None
         await self._service.check_health()
+        if self._weights is not None:
+            self._weights.check_health()
 
     async def __del__(self) -> None:
         if self._service is not None:  # else its constructor has failed
             self._ending.cancel()
+            if self._weights is not None:
+                await self._weights.stop()
             await self._service.close()

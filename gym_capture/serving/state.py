@@ -21,6 +21,7 @@ from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.state_client import ANSWER_WITHIN_S, StateClient
 from gym_capture.serving.state_shard import LINEAGE_BYTES, WAITING_BYTES, StateShard
 from gym_capture.serving.stats import ShardStats
+from gym_capture.serving.weights_actor import ACTOR as WEIGHTS
 
 __all__ = [
     "LINEAGE_BYTES",
@@ -135,15 +136,17 @@ def connect(*, namespace: str = "gym-capture") -> StateClient:
 
 
 def stop_shards(*, namespace: str) -> int:
-    """Ends the state actors of `namespace`, and their mirrors; their logs stay. Returns how many there were."""
+    """Ends the state actors of `namespace`, with their mirrors and the coordinator of the weights; what they have on
+    disk stays. Returns how many state actors and mirrors there were.
+    """
     names = [
         actor["name"]
         for actor in ray.util.list_named_actors(all_namespaces=True)
-        if actor["namespace"] == namespace and actor["name"].startswith((_STATE, _MIRROR))
+        if actor["namespace"] == namespace and (actor["name"].startswith((_STATE, _MIRROR)) or actor["name"] == WEIGHTS)
     ]
     for name in names:
         ray.kill(ray.get_actor(name, namespace=namespace), no_restart=True)
-    return len(names)
+    return sum(name != WEIGHTS for name in names)
 
 
 def _actor_name(index: int) -> str:

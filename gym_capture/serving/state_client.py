@@ -69,7 +69,7 @@ class StateClient(ListedStore, CountedStore):
         request = BeginCall(intent, tuple(turn_keys), tuple(asked_keys))
         begun = cast(Begun, await self._send(intent.rollout_id, request))
         sink = TokenSink(self, intent.rollout_id, begun.epoch)
-        return BegunCall(sink, begun.resolution, begun.may_be_retry)
+        return BegunCall(sink, begun.resolution, begun.may_be_retry, begun.went_on)
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return cast(Resolution, await self._send(rollout_id, Resolve(rollout_id, tuple(turn_keys))))

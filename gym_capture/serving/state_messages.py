@@ -69,6 +69,8 @@ class Begun(NamedTuple):
     resolution: Resolution
     may_be_retry: bool = False
     """Another call may have been recorded for the same request: whether this one's reply is delivered will matter."""
+    went_on: tuple[str, ...] = ()
+    """The earlier attempts whose records may answer it."""
 
 
 Request: TypeAlias = BeginCall | CommitBytes | Resolve | TooLong | IsOutgrown | ReadCounts | ReadStatus | Operation

@@ -32,6 +32,8 @@ from gym_capture.capture.operations import (
     Commit,
     Complete,
     Drop,
+    GoOn,
+    HandOn,
     MarkDelivery,
     MarkIncomplete,
     Operation,
@@ -314,7 +316,7 @@ class _Hosted:
             await self.store.write(Abandon(intent.rollout_id, intent.model_call_id, epoch=epoch))
             raise
         self.tally.begun(resolution)
-        return Begun(epoch, resolution, may_be_retry)
+        return Begun(epoch, resolution, may_be_retry, self.lineage.went_on(intent.rollout_id))
 
     async def write(self, operation: Operation) -> int:
         """Makes it durable, then lets lineage and the counts know of it."""
@@ -333,7 +335,10 @@ class _Hosted:
                 self.tally.counts["drops"] += 1
             case Clear(rollout_id) | Close(rollout_id):
                 self.forget(rollout_id)
-            case Register(rollout_id) | Complete(rollout_id):
+            case GoOn(rollout_id, source):
+                self.idle.wrote(rollout_id)
+                self.lineage.go_on(rollout_id, source)
+            case Register(rollout_id) | Complete(rollout_id) | HandOn(rollout_id):
                 self.idle.wrote(rollout_id)
                 self.tally.counts["registrations" if isinstance(operation, Register) else "completions"] += 1
         return epoch
@@ -403,7 +408,7 @@ def _reader(store: RecordStore) -> Callable[[str], Awaitable[StoredRollout]]:
         if isinstance(store, EncodedStore):
             return await asyncio.to_thread(decode_stored, await store.freeze_encoded(rollout_id))
         snapshot = await store.freeze(rollout_id)
-        return StoredRollout(stored_form(snapshot), snapshot.incomplete)
+        return StoredRollout(stored_form(snapshot), snapshot.incomplete, snapshot.went_on)
 
     return read
 

@@ -23,6 +23,7 @@ CountName: TypeAlias = Literal[
     "put_bytes",
     "prefix_requested",
     "prefix_supplied",
+    "replayed_calls",
     "delivered_marks",
     "undelivered_marks",
     "freezes",
@@ -58,6 +59,8 @@ class ShardStats:
     """Those whose prompt, as the engine reports it, starts with their parent's ids."""
     generated_tokens: int = 0
     """Of recorded calls."""
+    replayed_calls: int = 0
+    """Recorded calls that were answered from the record of an earlier attempt: no engine generated."""
     delivered_marks: int = 0
     undelivered_marks: int = 0
     registrations: int = 0
@@ -141,6 +144,7 @@ class Tally:
         self.counts["prefix_requested"] += entry.prefix.requested
         self.counts["prefix_supplied"] += entry.prefix.supplied
         self.counts["generated_tokens"] += entry.generation_token_ids.size
+        self.counts["replayed_calls"] += entry.policy.replayed_from is not None
         self.put_seconds += took_s
         for rule in set(entry.request.normalized):
             self.rules[rule] += 1

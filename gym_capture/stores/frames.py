@@ -45,7 +45,9 @@ SEGMENT_HEADER_BYTES: Final = 2 * (_SEGMENT_HEADER.size + _CRC.size)
 _MARKER: Final = b"\xf5GCF"
 """0xF5 stands in no UTF-8 text, so a resynchronizing reader rarely stops inside a record."""
 _FRAME_HEADER: Final = struct.Struct("<4sBBHIQ")
-_HEAD_BYTES: Final = _FRAME_HEADER.size + _CRC.size
+_HEAD: Final = struct.Struct(_FRAME_HEADER.format + "I")
+"""With its checksum."""
+_HEAD_BYTES: Final = _HEAD.size
 _MAX_KEY_BYTES: Final = 0xFFFF
 
 
@@ -61,6 +63,12 @@ class RecordType(enum.IntEnum):
     DELIVERY = 7
     REGISTERED = 9
     COMPLETED = 10
+    HANDED_ON = 11
+    WENT_ON = 12
+    REPLAYED = 13
+
+
+_RECORD_TYPES: Final = {int(each): each for each in RecordType}
 
 
 class SegmentHeader(NamedTuple):
@@ -171,16 +179,16 @@ def read_segment_header(data: bytes) -> SegmentHeader | None:
     return None
 
 
-def scan_segment(data: bytes, header: SegmentHeader) -> Iterator[Frame | Damage]:
+def scan_segment(data: bytes, header: SegmentHeader, *, payloads: bool = True) -> Iterator[Frame | Damage]:
     """All frames of a segment in order, and what lies between them and cannot be read.
 
-    Behind damage it goes on at the next readable frame.
+    Behind damage it goes on at the next readable frame. Without `payloads` those of frames are checked and left out.
     """
     offset = SEGMENT_HEADER_BYTES
     while offset < len(data):
         head = _read_head(data, offset, header.seed)
         if head is not None and head.end <= len(data):
-            yield _read_body(data, offset, head)
+            yield _read_body(data, offset, head, payloads=payloads)
             offset = head.end
             continue
         end = len(data) if head is not None else _next_head(data, offset + 1, header.seed)
@@ -193,24 +201,26 @@ def read_frame(data: bytes, seed: int) -> Frame | Damage:
     head = _read_head(data, 0, seed)
     if head is None or head.end != len(data):
         return Damage(0, len(data))
-    return _read_body(data, 0, head)
+    return _read_body(data, 0, head, payloads=True)
 
 
 def _read_head(data: bytes, offset: int, seed: int) -> _Head | None:
-    if offset + _HEAD_BYTES > len(data) or data[offset : offset + len(_MARKER)] != _MARKER:
+    if offset + _HEAD_BYTES > len(data):
         return None
-    _, type_, starts_batch, key_len, payload_len, epoch = _FRAME_HEADER.unpack_from(data, offset)
+    marker, type_, starts_batch, key_len, payload_len, epoch, expected = _HEAD.unpack_from(data, offset)
+    if marker != _MARKER:
+        return None
     key_start = offset + _HEAD_BYTES
     payload_start = key_start + key_len
     key = data[key_start:payload_start]
     crc = zlib.crc32(key, zlib.crc32(data[offset : offset + _FRAME_HEADER.size], seed))
-    if crc != _CRC.unpack_from(data, offset + _FRAME_HEADER.size)[0]:
+    if crc != expected:
         return None
     return _Head(type_, starts_batch, epoch, key, payload_start, payload_start + payload_len + _CRC.size, crc)
 
 
-def _read_body(data: bytes, offset: int, head: _Head) -> Frame | Damage:
-    payload = data[head.payload_start : head.end - _CRC.size]
+def _read_body(data: bytes, offset: int, head: _Head, *, payloads: bool) -> Frame | Damage:
+    payload = memoryview(data)[head.payload_start : head.end - _CRC.size]
     if zlib.crc32(payload, head.crc) != _CRC.unpack_from(data, head.end - _CRC.size)[0]:
         return _damage(offset, head.end, head)
     rollout_id, call_id = _ids(head.key)
@@ -219,7 +229,7 @@ def _read_body(data: bytes, offset: int, head: _Head) -> Frame | Damage:
         head.epoch,
         rollout_id,
         call_id,
-        payload,
+        bytes(payload) if payloads else b"",
         offset,
         head.end - offset,
         bool(head.starts_batch),
@@ -249,8 +259,8 @@ def _ids(key: bytes) -> tuple[str, str]:
 
 def _record_type(value: int) -> RecordType:
     try:
-        return RecordType(value)
-    except ValueError:
+        return _RECORD_TYPES[value]
+    except KeyError:
         raise CorruptLogError(
             f"the log holds a record of type {value}, which this gym-capture does not know: "
             "open it with the version that wrote it, or a newer one"

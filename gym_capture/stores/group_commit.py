@@ -18,7 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
-from gym_capture.capture.rollout_state import Decision, Event
+from gym_capture.capture.facts import Event
+from gym_capture.capture.rollout_state import Decision
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.stores.base import CommitCounts
 from gym_capture.stores.frames import Draft, frame_size

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from gym_capture.capture.facts import Committed, Retired
 from gym_capture.capture.records import Snapshot
-from gym_capture.capture.rollout_state import Committed, Retired, RolloutState
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.capture.snapshot_codec import decode_snapshot
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.stores.log_records import event_of

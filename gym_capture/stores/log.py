@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Final
 
-from gym_capture.capture.operations import Clear, Close, Drop, MarkIncomplete, Operation
+from gym_capture.capture.operations import Clear, Close, Drop, MarkIncomplete, Operation, Replay
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.capture.rollout_state import Frozen, RolloutStatus
@@ -235,6 +235,8 @@ def _subject(operation: Operation) -> str | None:
             return None
         case MarkIncomplete(_, reason):
             return f"\0reason {reason}"
+        case Replay(_, _, recorded):
+            return f"\0recorded {recorded}"
         case _:
             return operation.call_id
 

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from dataclasses import dataclass, field
 
-from gym_capture.capture.rollout_state import Committed, Event, Retired
+from gym_capture.capture.facts import Committed, Event, Retired
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.group_commit import Write
 from gym_capture.stores.log_records import event_of

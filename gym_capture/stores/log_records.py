@@ -6,20 +6,23 @@ import json
 from typing import Any, Final
 
 from gym_capture.capture.codec import decode_intent, peek_entry
-from gym_capture.capture.outcomes import Outcome, Registration
-from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import (
+from gym_capture.capture.facts import (
     Abandoned,
     Begun,
     Committed,
     Completed,
     DeliveryKnown,
     Event,
+    HandedOn,
     MarkedIncomplete,
     ProblemFound,
     Registered,
+    Replayed,
     Retired,
+    WentOn,
 )
+from gym_capture.capture.outcomes import Outcome, Registration
+from gym_capture.capture.records import RecordProblem
 from gym_capture.errors import CorruptLogError, RecordError
 from gym_capture.stores.frames import Draft, Frame, RecordType, pack_key
 
@@ -46,6 +49,12 @@ def draft_of(rollout_id: str, event: Event, encoded: bytes) -> Draft:
             return Draft(RecordType.REGISTERED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
         case Completed(epoch, text):
             return Draft(RecordType.COMPLETED, epoch, pack_key(rollout_id), text.encode("utf-8", "surrogatepass"))
+        case HandedOn(epoch):
+            return Draft(RecordType.HANDED_ON, epoch, pack_key(rollout_id), b"")
+        case WentOn(epoch, source):
+            return Draft(RecordType.WENT_ON, epoch, pack_key(rollout_id), _pack([source]))
+        case Replayed(epoch, recorded, call_id):
+            return Draft(RecordType.REPLAYED, epoch, pack_key(rollout_id, call_id), _pack([recorded]))
         case Retired(epoch, consumed_epoch, snapshot_id, version, retired_at, keeps_records, closed):
             # Versions before rollouts could be closed read five: they refuse a log with a closed one, and no other.
             closing: list[object] = [True] if closed else []
@@ -80,6 +89,14 @@ def event_of(frame: Frame) -> Event:
             case RecordType.COMPLETED:
                 text = frame.payload.decode("utf-8", "surrogatepass")
                 return Completed(frame.epoch, Outcome.from_text(text).as_text())
+            case RecordType.HANDED_ON:
+                return HandedOn(frame.epoch)
+            case RecordType.WENT_ON:
+                (source,) = _unpack(frame.payload)
+                return WentOn(frame.epoch, source)
+            case RecordType.REPLAYED:
+                (recorded,) = _unpack(frame.payload)
+                return Replayed(frame.epoch, recorded, frame.call_id)
             case RecordType.RETIRED:
                 return Retired(frame.epoch, *_unpack(frame.payload))
     except (RecordError, ValueError, TypeError) as error:

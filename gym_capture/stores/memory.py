@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from gym_capture.capture.facts import Committed
 from gym_capture.capture.operations import Commit, Operation
 from gym_capture.capture.records import Snapshot, suffix_of
-from gym_capture.capture.rollout_state import Committed
 from gym_capture.capture.snapshot_codec import with_delivery
 from gym_capture.capture.suffixes import StoredRecord, complete
 from gym_capture.errors import StoreUnavailableError

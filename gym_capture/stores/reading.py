@@ -26,15 +26,18 @@ def read_snapshot(reader: SegmentReader, frozen: Frozen, entries: list[tuple[str
         if frame is not None:
             encoded.append(frame.payload)
             continue
-        problems.append(
-            RecordProblem(
-                reason=ProblemReason.CORRUPT_LOG,
-                call_id=call_id,
-                field=None,
-                detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
-            )
-        )
+        problems.append(unreadable(location, call_id))
     return join_snapshot(replace(frozen.snapshot, problems=tuple(problems)), encoded, frozen.delivery)
+
+
+def unreadable(location: Location, call_id: str | None) -> RecordProblem:
+    """The problem of a rollout of which a record can no longer be read."""
+    return RecordProblem(
+        reason=ProblemReason.CORRUPT_LOG,
+        call_id=call_id,
+        field=None,
+        detail=f"the record at byte {location.offset} of segment {location.segment} cannot be read",
+    )
 
 
 def read_record(reader: SegmentReader, location: Location) -> Frame | None:

@@ -12,12 +12,12 @@ been begun when the damaged segment was closed: an epoch that was given out late
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gym_capture.capture.facts import Event, ProblemFound, Retired
 from gym_capture.capture.records import RecordProblem
-from gym_capture.capture.rollout_state import Event, ProblemFound, Retired
 from gym_capture.reasons import ProblemReason
 from gym_capture.stores.frames import Damage, RecordType
 from gym_capture.stores.log_index import LogIndex
@@ -105,12 +105,13 @@ def replay(directory: Path, *, keep_records: bool = False) -> Replayed:
                 segment.header is not None,
             )
         )
-    masking = [fact for fact in _masking(damages, floors, index) if not index.states.knows(*fact)]
+    found = masking(damages, floors, index.epoch_floor(), _live(index))
+    unknown = [fact for fact in found if not index.states.knows(*fact)]
     return Replayed(
         index,
         tuple(summaries),
         tuple(DamagedRange(number, damage.start, damage.end, damage.rollout_id) for number, damage in damages),
-        tuple(dict.fromkeys(masking)),
+        tuple(dict.fromkeys(unknown)),
     )
 
 
@@ -146,8 +147,17 @@ def _cut(segment: SegmentSummary) -> None:
         os.close(fd)
 
 
-def _masking(damages: list[tuple[int, Damage]], floors: dict[int, int], index: LogIndex) -> Iterator[tuple[str, Event]]:
-    """The events that say in the log what the damage may have cost."""
+def masking(
+    damages: Iterable[tuple[int, Damage]],
+    floors: Mapping[int, int],
+    epoch_floor: int,
+    live: Sequence[tuple[str, int]],
+) -> Iterator[tuple[str, Event]]:
+    """The events that say in the log what the damage may have cost.
+
+    `damages` with the numbers of their segments, `floors` by them; `live` rollouts with their epochs, as they are
+    before any of these events.
+    """
     for number, damage in damages:
         problem = RecordProblem(
             reason=ProblemReason.CORRUPT_LOG,
@@ -163,8 +173,12 @@ def _masking(damages: list[tuple[int, Damage]], floors: dict[int, int], index: L
                 yield damage.rollout_id, ProblemFound(damage.epoch, problem)
             continue
         later = [floor for other, floor in floors.items() if other > number]
-        ceiling = min(later, default=index.epoch_floor())
-        for rollout_id in index.states.live_ids():
-            state = index.states.live(rollout_id)
-            if state is not None and state.epoch < ceiling:
-                yield rollout_id, ProblemFound(state.epoch, problem)
+        ceiling = min(later, default=epoch_floor)
+        for rollout_id, epoch in live:
+            if epoch < ceiling:
+                yield rollout_id, ProblemFound(epoch, problem)
+
+
+def _live(index: LogIndex) -> list[tuple[str, int]]:
+    states = ((rollout_id, index.states.live(rollout_id)) for rollout_id in index.states.live_ids())
+    return [(rollout_id, state.epoch) for rollout_id, state in states if state is not None]

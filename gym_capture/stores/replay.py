@@ -43,14 +43,14 @@ class Segment:
         return self.size if self.torn_at is None else self.torn_at
 
 
-def read_segments(directory: Path) -> Iterator[Segment]:
-    """The segments of a directory, oldest first."""
+def read_segments(directory: Path, *, payloads: bool = True) -> Iterator[Segment]:
+    """The segments of a directory, oldest first; without `payloads`, frames have none."""
     numbers = segment_numbers(directory)
     for number in numbers:
-        yield read_segment(directory, number, is_last=number == numbers[-1])
+        yield read_segment(directory, number, is_last=number == numbers[-1], payloads=payloads)
 
 
-def read_segment(directory: Path, number: int, *, is_last: bool) -> Segment:
+def read_segment(directory: Path, number: int, *, is_last: bool, payloads: bool = True) -> Segment:
     """Raises `CorruptLogError` if a newer version wrote it, `OSError` if it cannot be read."""
     path = segment_path(directory, number)
     data = read_regular(path)
@@ -62,7 +62,7 @@ def read_segment(directory: Path, number: int, *, is_last: bool) -> Segment:
         return Segment(number, path, len(data), None, (), damage, 0 if torn else None)
     frames: list[Frame] = []
     damages: list[Damage] = []
-    for found in scan_segment(data, header):
+    for found in scan_segment(data, header, payloads=payloads):
         if isinstance(found, Frame):
             frames.append(found)
         else:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from gym_capture.capture.codec import encode_intent, encode_suffix, payload_digest
+from gym_capture.capture.facts import Event, Retired
 from gym_capture.capture.operations import (
     Begin,
     Clear,
@@ -23,6 +24,8 @@ from gym_capture.capture.operations import (
     Commit,
     Complete,
     Drop,
+    GoOn,
+    HandOn,
     Operation,
     Register,
     check,
@@ -31,9 +34,7 @@ from gym_capture.capture.operations import (
 from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.rollout_state import (
     Decision,
-    Event,
     Frozen,
-    Retired,
     Retirement,
     RolloutState,
     RolloutStatus,
@@ -83,14 +84,14 @@ class RolloutStates:
         state = self._find(operation.rollout_id)
         if state is None:
             match operation:
-                case Begin() | Register():
+                case Begin() | Register() | GoOn():
                     # Kept at once, empty: the next call gets the same epoch although this one is not durable yet.
                     state = self._states[operation.rollout_id] = RolloutState(operation.rollout_id, self.next_epoch)
                     self.next_epoch += 1
                 case Drop() | Clear():
                     # There is nothing to retire: it never was, or its tombstone was swept.
                     return Decision()
-                case Complete() | Close():
+                case Complete() | Close() | HandOn():
                     # Not kept: of one that is closed, its tombstone is there once it is durable.
                     state = RolloutState(operation.rollout_id, 0)
                 case _:

@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from gym_capture.build.builder import ExcludedCall, build
 from gym_capture.capture.codec import decode_intent, encode_intent
+from gym_capture.capture.facts import Begun, Committed, DeliveryKnown, Event
 from gym_capture.capture.lost_calls import Purpose
 from gym_capture.capture.operations import Begin, Commit, MarkDelivery
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.record_rows import rollout_row
 from gym_capture.capture.records import CallIntent, Continues, LostCall, Root, Snapshot, TokenEntry, Unresolved
-from gym_capture.capture.rollout_state import Begun, Committed, DeliveryKnown, Event, RolloutState
+from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.capture.snapshot_codec import decode_snapshot, encode_snapshot
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.record_files import open_files

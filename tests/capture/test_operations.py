@@ -16,10 +16,13 @@ from gym_capture.capture.operations import (
     Commit,
     Complete,
     Drop,
+    GoOn,
+    HandOn,
     MarkDelivery,
     MarkIncomplete,
     Operation,
     Register,
+    Replay,
     check,
 )
 from gym_capture.capture.outcomes import Outcome, Registration
@@ -39,6 +42,9 @@ EVERY: list[Operation] = [
     Register("r", Registration(group_id="g", sample=1, task='"count"')),
     Complete("r", Outcome(reward=0.5, reward_components=(("a", 1.0),))),
     Close("r"),
+    HandOn("r"),
+    GoOn("r", "earlier"),
+    Replay("r", "c", "earlier call", epoch=1),
 ]
 
 
@@ -71,6 +77,10 @@ def test_an_operation_is_a_value_that_travels(operation: Operation) -> None:
         (Register("r", cast(Any, "g")), "registration"),
         (Complete("r", cast(Any, 1.0)), "outcome"),
         (Close(cast(str, 5)), "rollout_id"),
+        (HandOn(cast(str, 5)), "rollout_id"),
+        (GoOn("r", cast(str, None)), "source"),
+        (Replay("r", "c", cast(str, b"c"), epoch=1), "recorded"),
+        (Replay("r", "c", "earlier call", epoch=cast(int, "1")), "epoch"),
         (cast(Operation, ("clear", "r")), "operation"),
     ],
 )
@@ -97,6 +107,7 @@ async def test_a_sink_writes_under_its_epoch_and_not_into_the_next_attempt() -> 
         old.abandon("c"),
         old.mark_incomplete("late"),
         old.mark_delivery("c", delivered=True),
+        old.replay("c", recorded="earlier call"),
     ):
         with pytest.raises(RetiredRolloutError):
             await late

@@ -19,6 +19,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
 from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.facts import (
+    Abandoned,
+    Begun,
+    Committed,
+    Completed,
+    DeliveryKnown,
+    Event,
+    HandedOn,
+    MarkedIncomplete,
+    ProblemFound,
+    Registered,
+    Replayed,
+    Retired,
+    WentOn,
+)
 from gym_capture.capture.operations import (
     Abandon,
     Begin,
@@ -27,26 +42,16 @@ from gym_capture.capture.operations import (
     Commit,
     Complete,
     Drop,
+    GoOn,
+    HandOn,
     MarkDelivery,
     MarkIncomplete,
     Register,
+    Replay,
 )
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import CallIntent, RecordProblem, Snapshot, TokenEntry
-from gym_capture.capture.rollout_state import (
-    Abandoned,
-    Begun,
-    Committed,
-    Completed,
-    DeliveryKnown,
-    Event,
-    MarkedIncomplete,
-    ProblemFound,
-    Registered,
-    Retired,
-    RolloutState,
-    call_counts,
-)
+from gym_capture.capture.rollout_state import RolloutState, call_counts
 from gym_capture.capture.snapshot_codec import encode_snapshot
 from gym_capture.conformance import Store, sample_entry, sample_intent
 from gym_capture.errors import (
@@ -54,6 +59,7 @@ from gym_capture.errors import (
     ConflictingCallError,
     ConflictingRegistrationError,
     GymCaptureError,
+    ReplayedCallError,
     RetiredRolloutError,
     StaleSnapshotError,
     StoreError,
@@ -93,11 +99,20 @@ class Attempt:
     deliveries: set[tuple[str, bool]] = field(default_factory=set)
     registration: Registration | None = None
     outcome: Outcome | None = None
+    is_handed_on: bool = False
+    went_on: set[str] = field(default_factory=set)
+    replayed: dict[str, str] = field(default_factory=dict)
 
     @property
     def facts(self) -> int:
         of_calls = (self.begun, self.recorded, self.abandoned, self.marks, self.conflicts, self.deliveries)
-        return sum(map(len, of_calls)) + (self.registration is not None) + (self.outcome is not None)
+        of_others = (self.went_on, self.replayed)
+        said = (self.registration is not None, self.outcome is not None, self.is_handed_on)
+        return sum(map(len, (*of_calls, *of_others))) + sum(said)
+
+    @property
+    def takes_no_calls(self) -> bool:
+        return self.is_over or self.is_handed_on
 
     def shown(self, call_id: str) -> TokenEntry:
         """The call's record as a snapshot shows it: with what was said of its reply's delivery, no before yes."""
@@ -144,7 +159,8 @@ class StoreMachine(RuleBasedStateMachine):
         return self.attempts.setdefault(rollout_id, Attempt())
 
     def is_late(self, writer: Writer) -> bool:
-        return self.attempt(writer.rollout_id).epoch != writer.epoch
+        attempt = self.attempt(writer.rollout_id)
+        return attempt.epoch != writer.epoch or attempt.is_handed_on
 
     # the rules
 
@@ -155,12 +171,13 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             epoch = self.run(operation)
         except RetiredRolloutError:
-            assert attempt.is_over
+            assert attempt.takes_no_calls
             return multiple()
         except CompletedRolloutError:
             assert attempt.outcome is not None
             assert call_id not in attempt.begun
             return multiple()
+        assert not attempt.is_handed_on
         assert attempt.outcome is None or call_id in attempt.begun
         self.opened_by(rollout_id, epoch).begun.add(call_id)
         return Writer(rollout_id, epoch)
@@ -184,11 +201,12 @@ class StoreMachine(RuleBasedStateMachine):
         try:
             epoch = self.run(self.store.write(Register(rollout_id, registration)))
         except RetiredRolloutError:
-            assert attempt.is_over
+            assert attempt.takes_no_calls
             return multiple()
         except ConflictingRegistrationError:
             assert attempt.registration not in (None, registration)
             return multiple()
+        assert not attempt.is_handed_on
         assert attempt.registration in (None, registration)
         self.opened_by(rollout_id, epoch).registration = registration
         return Writer(rollout_id, epoch)
@@ -199,6 +217,8 @@ class StoreMachine(RuleBasedStateMachine):
         refused: tuple[type[GymCaptureError], ...] = ()
         if attempt.is_over:
             refused = (RetiredRolloutError, UnknownRolloutError) if self.forgets_tombstones else (RetiredRolloutError,)
+        elif attempt.is_handed_on:
+            refused = (RetiredRolloutError,)
         elif not attempt.facts:
             refused = (UnknownRolloutError,)
         elif attempt.outcome not in (None, outcome):
@@ -291,12 +311,49 @@ class StoreMachine(RuleBasedStateMachine):
             self.consumed = {pair for pair in self.consumed if pair[0] != rollout_id}
 
     @rule(rollout_id=ROLLOUTS)
-    def supersede(self, rollout_id: str) -> None:
+    def close(self, rollout_id: str) -> None:
         """Whether or not anything is known of it."""
-        self.run(self.store.write(Close(rollout_id)))
+        self.supersede(rollout_id, by=Close(rollout_id))
+
+    def supersede(self, rollout_id: str, *, by: Close | HandOn) -> None:
+        self.run(self.store.write(by))
         if not self.attempt(rollout_id).is_over or self.forgets_tombstones:
             self.consumed = {pair for pair in self.consumed if pair[0] != rollout_id}
         self.attempts[rollout_id] = Attempt(is_over=True)
+
+    @rule(rollout_id=ROLLOUTS)
+    def hand_on(self, rollout_id: str) -> None:
+        """Whether or not anything is known of it."""
+        attempt = self.attempt(rollout_id)
+        if not attempt.facts:
+            self.supersede(rollout_id, by=HandOn(rollout_id))
+            return
+        self.run(self.store.write(HandOn(rollout_id)))
+        attempt.is_handed_on = True
+
+    @rule(target=writers, rollout_id=ROLLOUTS, source=st.sampled_from(["x", "y"]))
+    def go_on(self, rollout_id: str, source: str) -> Any:
+        attempt = self.attempt(rollout_id)
+        try:
+            epoch = self.run(self.store.write(GoOn(rollout_id, source)))
+        except RetiredRolloutError:
+            assert attempt.takes_no_calls
+            return multiple()
+        assert not attempt.is_handed_on
+        self.opened_by(rollout_id, epoch).went_on.add(source)
+        return Writer(rollout_id, epoch)
+
+    @rule(writer=writers, call_id=CALLS, recorded=st.sampled_from(["r1", "r2"]))
+    def replay(self, writer: Writer, call_id: str, recorded: str) -> None:
+        operation = self.store.write(Replay(writer.rollout_id, call_id, recorded, epoch=writer.epoch))
+        if self.is_late(writer):
+            with pytest.raises(RetiredRolloutError):
+                self.run(operation)
+        elif self.attempt(writer.rollout_id).replayed.setdefault(recorded, call_id) != call_id:
+            with pytest.raises(ReplayedCallError):
+                self.run(operation)
+        else:
+            self.run(operation)
 
     # what holds after each
 
@@ -313,7 +370,9 @@ class StoreMachine(RuleBasedStateMachine):
             assert len(got) == len(snapshot.entries)
             assert got == {call_id: encode_entry(attempt.shown(call_id)) for call_id in attempt.recorded}
             dangling = sorted(attempt.begun - attempt.recorded.keys() - attempt.abandoned)
-            assert snapshot.incomplete == (*sorted(attempt.marks), *(f"dangling_intent:{c}" for c in dangling))
+            marks = (*sorted(attempt.marks), *(["handed_on"] if attempt.is_handed_on else []))
+            assert snapshot.incomplete == (*marks, *(f"dangling_intent:{c}" for c in dangling))
+            assert snapshot.went_on == tuple(sorted(attempt.went_on))
             assert [problem.call_id for problem in snapshot.problems] == sorted(attempt.conflicts)
             assert (snapshot.registration, snapshot.outcome) == (attempt.registration, attempt.outcome)
             status = self.run(status_of(self.store, rollout_id))
@@ -407,6 +466,9 @@ EVENTS: st.SearchStrategy[Event] = st.one_of(
     st.builds(DeliveryKnown, EPOCHS, CALLS, st.booleans()),
     st.builds(Registered, EPOCHS, REGISTRATIONS.map(Registration.as_text)),
     st.builds(Completed, EPOCHS, OUTCOMES.map(Outcome.as_text)),
+    st.builds(HandedOn, EPOCHS),
+    st.builds(WentOn, EPOCHS, st.sampled_from(["x", "y"])),
+    st.builds(Replayed, EPOCHS, st.sampled_from(["r1", "r2"]), st.just("c1")),
     EPOCHS.map(lambda epoch: Retired(epoch, epoch - 1, "s", 1, 0.0, keeps_records=False)),
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -16,10 +16,12 @@ import pytest
 
 from gym_capture import cli
 from gym_capture.build.builder import build
+from gym_capture.commands.fence import Fence
 from gym_capture.data.schema import rows, to_table
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.ledger import Ledger
 from gym_capture.rollouts.progress import uncounted
+from gym_capture.stores.memory import MemoryStore
 from tests.data.made_rollouts import snapshot
 from tests.rollouts.unseen import Unseen
 
@@ -285,13 +287,8 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         def log_message(self, *_: object) -> None:
             """Says nothing."""
 
-    async def nothing(rollout_id: str) -> None:
-        raise AssertionError("nothing is played")
-
-    def fencing(*_: object) -> tuple[Callable[[str], Awaitable[None]], ...]:
-        return nothing, nothing
-
-    monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
+    # Nothing is played, so nothing is asked of it.
+    monkeypatch.setattr("gym_capture.commands.fence.connected_fence", lambda *_: Fence(MemoryStore()))
     monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (uncounted, Unseen()))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()

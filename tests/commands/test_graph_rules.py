@@ -65,6 +65,33 @@ def test_values_that_vllm_finds_out_by_itself_need_not_be_said() -> None:
     assert check(SOUND | {"engine_args": left}, AT) == ([], [])
 
 
+@pytest.mark.parametrize(
+    ("engine_args", "gpus", "named"),
+    [
+        ({"tensor_parallel_size": 4}, 1, "tensor_parallel_size 4 needs 4 GPUs of its node, and asks Ray for 1"),
+        (
+            {"tensor_parallel_size": 2, "pipeline_parallel_size": 2},
+            2,
+            "tensor_parallel_size 2 x pipeline_parallel_size 2 needs 4 GPUs",
+        ),
+        ({"tensor_parallel_size": 4}, 4, None),
+        ({"tensor_parallel_size": 1}, 0.5, None),
+        ({"tensor_parallel_size": 4, "distributed_executor_backend": "ray"}, 1, None),
+        ({"tensor_parallel_size": 2}, 0, None),
+        ({"tensor_parallel_size": "2"}, 1, None),
+    ],
+)
+def test_an_engine_asks_ray_for_the_gpus_that_it_needs(
+    engine_args: dict[str, Any], gpus: float, named: str | None
+) -> None:
+    args = SOUND | {"engine_args": engine_args, "ray_actor_options": {"num_gpus": gpus}}
+    problems, _ = check(args, AT)
+    assert (len(problems), named or "") == (0 if named is None else 1, named or "")
+    assert all(
+        problem.startswith("args.ray_actor_options.num_gpus: ") and str(named) in problem for problem in problems
+    )
+
+
 def test_arguments_of_another_engine_are_left_to_it() -> None:
     args = {"engine": "mine:start", "engine_args": {"anything": 1}, "tool_parser": "mine"}
     assert check(SOUND | args, AT) == ([], [])

@@ -19,12 +19,14 @@ import pytest
 from openai.types.responses import Response
 
 from gym_capture import cli
+from gym_capture.commands.fence import Fence
 from gym_capture.commands.rollouts import _job_id, summarized
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import RecordError
 from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.job import JobSummary
 from gym_capture.rollouts.ledger import RolloutRow
+from gym_capture.stores.memory import MemoryStore
 from tests.data import made_rollouts
 from tests.rollouts.scripted_server import Call, serving, solve
 from tests.rollouts.unseen import Unseen
@@ -97,10 +99,6 @@ limits: {retry_wait_s: 0}
 """
 
 
-async def nothing(rollout_id: str) -> None:
-    """To clear, or to close."""
-
-
 async def counted(rollout_ids: Sequence[str]) -> list[RolloutCounts]:
     """The same of each rollout."""
     return [RolloutCounts(3, 30, 2, 2, flaws=int(rollout_id.endswith("1.1-a1"))) for rollout_id in rollout_ids]
@@ -109,12 +107,8 @@ async def counted(rollout_ids: Sequence[str]) -> list[RolloutCounts]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a job file; state actors that have nothing to clear and nothing to close."""
-
-    def fencing(*_: object) -> tuple[Callable[[str], Awaitable[None]], ...]:
-        return nothing, nothing
-
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("gym_capture.commands.rollouts._fencing", fencing)
+    monkeypatch.setattr("gym_capture.commands.fence.connected_fence", lambda *_: Fence(MemoryStore()))
     monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (counted, Unseen()))
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
@@ -298,11 +292,12 @@ async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_t
     script = """
         import sys
         from gym_capture import cli
-        from gym_capture.commands import rollouts
-        from tests.commands.test_rollouts import counted, nothing
+        from gym_capture.commands import fence, rollouts
+        from gym_capture.stores.memory import MemoryStore
+        from tests.commands.test_rollouts import counted
         from tests.rollouts.unseen import Unseen
 
-        rollouts._fencing = lambda *_: (nothing, nothing)
+        fence.connected_fence = lambda *_: fence.Fence(MemoryStore())
         rollouts._recorded = lambda *_: (counted, Unseen())
         cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
     """

@@ -24,7 +24,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(stop.value.code or 0), said.out, said.err
 
 
-@pytest.mark.parametrize("what", ["r1", "--read", "--untracked", "--admin"])
+@pytest.mark.parametrize("what", ["r1", "--read", "--untracked", "--admin", "--weights"])
 def test_a_token_alone_is_printed_bare(secret_file: Path, capsys: pytest.CaptureFixture[str], what: str) -> None:
     keys = Keyring.from_file(secret_file)
     expected = {
@@ -32,6 +32,7 @@ def test_a_token_alone_is_printed_bare(secret_file: Path, capsys: pytest.Capture
         "--read": keys.read_token(),
         "--untracked": keys.untracked_token(),
         "--admin": keys.admin_token(),
+        "--weights": keys.weights_token(),
     }
     assert run(capsys, what, "--secret-file", str(secret_file)) == (0, f"{expected[what]}\n", "")
 
@@ -50,7 +51,7 @@ def test_several_tokens_say_what_each_is_for(secret_file: Path, capsys: pytest.C
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [(["../r1"], "invalid rollout id"), ([], "name a rollout, or say --untracked, --read or --admin")],
+    [(["../r1"], "invalid rollout id"), ([], "name a rollout, or say --untracked, --read, --admin or --weights")],
 )
 def test_what_is_missing_or_wrong_is_said(
     secret_file: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], named: str

@@ -100,8 +100,9 @@ def test_DJ_08_no_column_has_a_type_that_datasets_cannot_have() -> None:
 
 
 def test_DJ_08_datasets_loads_what_a_build_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    datasets = pytest.importorskip("datasets")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))  # which it reads when it is imported
+    import datasets
+
     pq.write_table(FULL, tmp_path / "part-00000.parquet")
     files = str(tmp_path / "part-*.parquet")
     for streaming in (False, True):

@@ -21,9 +21,9 @@ from aiohttp import web
 
 import gym_capture.dialects
 from gym_capture import cli
-from gym_capture.capture.operations import Clear, Close, Operation
+from gym_capture.capture.operations import Clear, Operation
 from gym_capture.capture.records import Continues, Root
-from gym_capture.commands import rollouts
+from gym_capture.commands import fence, rollouts
 from gym_capture.dialects.registry import DIALECTS
 from gym_capture.engines.base import EngineFactory
 from gym_capture.engines.hf_template import HfChatTemplate
@@ -192,17 +192,11 @@ class State:
         self.told.append(operation)
         return 0
 
-    async def clear(self, rollout_id: str) -> None:
-        await self.write(Clear(rollout_id))
-
-    async def close(self, rollout_id: str) -> None:
-        await self.write(Close(rollout_id))
-
 
 @pytest.mark.usefixtures("folder")
 def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = State()
-    monkeypatch.setattr(rollouts, "_fencing", lambda address, namespace: (state.clear, state.close))
+    monkeypatch.setattr(fence, "connected_fence", lambda address, namespace: fence.Fence(state))
     monkeypatch.setattr(rollouts, "_recorded", lambda namespace, job_id: (uncounted, Unseen()))
     (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--environment cap" in line]
     *words, _, _ = line.split()  # all but --out
@@ -356,11 +350,11 @@ def test_a_reason_is_explained_and_in_the_docs(tmp_path: Path) -> None:
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "gym_capture" / "reasons.py").write_text(patched("gym_capture/reasons.py"), encoding="utf-8")
 
-    explained = python("-m", "gym_capture.cli", "explain", "too_long", "--json", cwd=tmp_path)
+    explained = python("-m", "gym_capture.cli", "explain", "too_short", "--json", cwd=tmp_path)
     assert json.loads(explained.stdout)["kind"] == "left_out"
     table = python("-m", "gym_capture.commands.explain", cwd=tmp_path)  # as `make reasons-table` does
     (tmp_path / "docs" / "reasons.md").write_text(table.stdout, encoding="utf-8")
-    assert "| `too_long` | One of the rollout's sequences" in table.stdout
+    assert "| `too_short` | One of the rollout's sequences" in table.stdout
     checked = python("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/test_reasons.py", cwd=tmp_path)
     assert checked.returncode == 0, checked.stdout
 

@@ -7,14 +7,17 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from gym_capture.build.builder import build
 from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
@@ -23,14 +26,16 @@ from gym_capture.conformance.engine import ENGINE_CHECKS, closing_twice_is_harml
 from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
 from gym_capture.engines.base import Generation, GenerationChunk
 from gym_capture.engines.vllm import VllmEngine
-from gym_capture.errors import EngineDeadError, InvalidRequestError
+from gym_capture.errors import EngineDeadError, InvalidRequestError, WeightsFailedError, WeightsRefusedError
 from gym_capture.lineage.fingerprint import Fingerprinter
+from gym_capture.models import tiny_dir
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
 from tests.engines import engine_holder
 from tests.serving.replica import USER, LocalState, chat_body, chat_path, listening, until
+from tests.weight_folders import moved, weights_folder
 
 pytestmark = pytest.mark.engine
 
@@ -266,6 +271,107 @@ def test_an_aborted_generation_says_what_was_generated(running: Running, stream:
     sizes = [chunk.token_ids.size for chunk in chunks]
     assert 0 < sum(sizes) < 4000
     assert [chunk.log_probs.size for chunk in chunks] == sizes
+
+
+def scored(tensors: Mapping[str, torch.Tensor] | None, ids: list[int]) -> np.ndarray:
+    """The log probability of each id after those before it, as a trainer computes them."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir(), dtype=torch.float32)
+    if tensors is not None:
+        model.load_state_dict(tensors, strict=False)
+    with torch.no_grad():
+        log_probs = torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+    return np.array([log_probs[at - 1, ids[at]].item() for at in range(1, len(ids))])
+
+
+def test_each_token_is_sampled_by_the_version_that_its_span_names(running: Running, tmp_path: Path) -> None:
+    weights, payload = running.engine.weights, weights_folder(tmp_path, 1)
+    sums = running.runner.run(weights.checksums())
+
+    async def run() -> list[GenerationChunk]:
+        await weights.label("0")
+        generation = running.engine.generate(
+            call_id=os.urandom(8).hex(),
+            prompt_ids=as_ids(np.array(PROMPT, np.int32)),
+            request=asking(sampling={"min_tokens": 120, "ignore_eos": True}),
+            max_tokens=120,
+            stream=True,
+        )
+        chunks: list[GenerationChunk] = []
+        async for chunk in generation.chunks:
+            chunks.append(chunk)
+            if sum(each.token_ids.size for each in chunks) >= 20 and weights_are_old:
+                weights_are_old.clear()
+                await weights.check(payload, allow_non_finite=False)
+                await weights.apply(payload, version="1")
+                await weights.resume()
+        return chunks
+
+    weights_are_old = ["yes"]
+    chunks = running.runner.run(run())
+    ids = [*PROMPT, *np.concatenate([chunk.token_ids for chunk in chunks]).tolist()]
+    log_probs = np.concatenate([chunk.log_probs for chunk in chunks])
+    old, new = chunks[-1].weight_versions
+    assert (old.version, old.start, new.version, new.end) == ("0", 0, "1", 120)
+    assert 20 <= old.end == new.start < 120
+    for span, tensors in ((old, None), (new, moved(1))):
+        expected = scored(tensors, ids)[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(log_probs[span.start : span.end], expected[span.start : span.end], atol=1e-3)
+    # ... and the two versions do differ by more than that.
+    assert np.abs(scored(None, ids) - scored(moved(1), ids)).max() > 0.1
+    assert running.runner.run(weights.checksums()) != sums
+    running.runner.run(back_to_the_model(running))
+    assert running.runner.run(weights.checksums()) == sums
+
+
+async def back_to_the_model(running: Running) -> None:
+    await running.engine.weights.apply(None, version="0")
+    await running.engine.weights.resume()
+
+
+def test_WU_01_no_block_of_old_weights_serves_a_prompt_under_new_ones(running: Running, tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 1)
+    prompt = list(range(3, 403))
+
+    def cached() -> int:
+        chunks, _ = running.generate(asking(), prompt=prompt, max_tokens=1)
+        return chunks[-1].cached_tokens
+
+    async def update() -> None:
+        await running.engine.weights.apply(payload, version="1")
+        await running.engine.weights.resume()
+
+    cached()
+    assert cached() > 0
+    running.runner.run(update())
+    assert cached() == 0
+    assert cached() > 0
+    running.runner.run(back_to_the_model(running))
+    assert cached() == 0
+
+
+def test_after_a_load_that_failed_the_weights_before_it_can_be_applied(running: Running, tmp_path: Path) -> None:
+    weights, payload = running.engine.weights, weights_folder(tmp_path, 1)
+    before = running.runner.run(weights.checksums())
+
+    async def run() -> None:
+        await weights.check(payload, allow_non_finite=False)
+        # Half of the layers are there when the load fails, as when the storage goes away in the middle.
+        file = Path(payload.folder) / "model.safetensors"
+        content = file.read_bytes()
+        file.write_bytes(content[: len(content) // 2])
+        with pytest.raises(WeightsFailedError, match="collective_rpc"):
+            await weights.apply(payload, version="1")
+        await back_to_the_model(running)
+
+    running.runner.run(run())
+    assert running.runner.run(weights.checksums()) == before
+    chunks, _ = running.generate(asking())
+    assert [span.version for span in chunks[-1].weight_versions] == ["0"]
+
+
+def test_transfers_without_a_backend_are_refused(running: Running) -> None:
+    with pytest.raises(WeightsRefusedError, match="weight_transfer_config"):
+        running.runner.run(running.engine.weights.transfer("init", {}))
 
 
 @pytest.mark.parametrize("mode", ["keep", "abort"])

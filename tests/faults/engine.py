@@ -28,6 +28,7 @@ from gym_capture.conversation import Message
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, ModelInfo
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, ScriptedEngine, Step
+from gym_capture.engines.scripted_weights import ScriptedWeights
 from gym_capture.splice.template import ChatTemplate
 
 _STOP: Final = "<|im_end|>"
@@ -112,15 +113,54 @@ def start(
     reasoning_parser: str | None,
     engine_args: Mapping[str, Any],
 ) -> Engine:
-    """The engine of a replica. `engine_args`: `token_s`, and `running_dir` if it shall be known what it generates."""
-    running_dir = engine_args.get("running_dir")
+    """The engine of a replica. `engine_args`: `token_s`; `running_dir` if it shall be known what it generates, and
+    `weights_dir` if it shall be known, and held up, what it does with weights.
+    """
+    running_dir, weights_dir = engine_args.get("running_dir"), engine_args.get("weights_dir")
     template = HfChatTemplate.from_model_dir(Path(model))
     return PacedEngine(
         template,
         name=name,
         token_s=engine_args["token_s"],
         running_dir=None if running_dir is None else Path(running_dir),
+        weights=ScriptedWeights(model=Path(model))
+        if weights_dir is None
+        else ScriptedWeights(model=Path(model), on_step=HeldSteps(Path(weights_dir))),
     )
+
+
+class HeldSteps:
+    """Notes what is done with weights in files of a folder, and waits while there is one that says so.
+
+    `hold(folder, step)` makes that one; `doing(folder, step)` are the processes that have come to the step.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    async def __call__(self, step: str, version: str) -> None:
+        name = f"{step} {version}"
+        (self._folder / f"{name}{_BETWEEN}{os.getpid()}").touch()
+        while True:
+            if not _hold(self._folder, name).exists():
+                return
+            await asyncio.sleep(0.02)
+
+
+def _hold(folder: Path, step: str) -> Path:
+    return folder / f"hold {step}"
+
+
+def hold(folder: Path, step: str) -> Path:
+    """From now on the step, e.g. `apply 2`, waits until the file that is returned is gone."""
+    held = _hold(folder, step)
+    held.touch()
+    return held
+
+
+def doing(folder: Path, step: str) -> list[int]:
+    """Processes that have come to the step."""
+    return [int(file.name.partition(_BETWEEN)[2]) for file in folder.glob(f"{step}{_BETWEEN}*")]
 
 
 class PacedEngine:
@@ -131,9 +171,17 @@ class PacedEngine:
     running_dir: holds a file for each generation that is under way, in all replicas; `running` reads it.
     """
 
-    def __init__(self, template: ChatTemplate, *, name: str, token_s: float, running_dir: Path | None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,
+        *,
+        name: str,
+        token_s: float,
+        running_dir: Path | None,
+        weights: ScriptedWeights | None = None,
+    ) -> None:
         self._voice = Voice(template)
-        self._scripted = ScriptedEngine(template, self._script, name=name, max_model_len=8192)
+        self._scripted = ScriptedEngine(template, self._script, name=name, max_model_len=8192, weights=weights)
         self._token_s = token_s
         self._running_dir = running_dir
 
@@ -144,6 +192,10 @@ class PacedEngine:
     @property
     def template(self) -> ChatTemplate:
         return self._scripted.template
+
+    @property
+    def weights(self) -> ScriptedWeights:
+        return self._scripted.weights
 
     def generate(
         self,

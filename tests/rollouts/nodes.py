@@ -7,8 +7,8 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,8 +27,8 @@ NAMESPACE = "jobs"
 class Nodes:
     cluster: Cluster
 
-    def add(self, **resources: Any) -> Node:
-        node = self.cluster.add_node(num_cpus=1, **resources)
+    def add(self, *, num_cpus: int = 1, **resources: Any) -> Node:
+        node = self.cluster.add_node(num_cpus=num_cpus, **resources)
         self.cluster.wait_for_nodes()
         return node
 
@@ -44,10 +44,14 @@ class Nodes:
 
     def lose(self, node: Node) -> None:
         """At once, with every process on it."""
-        raylet = _raylet(node)
-        for process in (*raylet.children(recursive=True), raylet):
-            process.kill()
+        for process in (*self.below(node), _raylet(node)):
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
         self.cluster.remove_node(node, allow_graceful=False)
+
+    def below(self, node: Node) -> list[psutil.Process]:
+        """All processes on it but its raylet."""
+        return _raylet(node).children(recursive=True)
 
 
 def _raylet(node: Node) -> psutil.Process:
@@ -62,14 +66,16 @@ def _title(process: psutil.Process) -> str:
 
 
 @contextmanager
-def nodes(*, dashboard: bool = False) -> Iterator[Nodes]:
-    """A head of one CPU, of which this process is a driver."""
+def nodes(*, dashboard: bool = False, environment: Mapping[str, str] | None = None) -> Iterator[Nodes]:
+    """A head of one CPU, of which this process is a driver. `environment`: of its processes, on top of this one's."""
     folder = tempfile.mkdtemp(prefix="gcr-")  # paths of sockets must be short
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RAY_TMPDIR", folder)
-        environment.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in (environment or {}).items():
+            patched.setenv(name, value)
+        patched.setenv("RAY_TMPDIR", folder)
+        patched.setenv("RAY_BACKEND_LOG_LEVEL", "fatal")
         # Workers do not get the path that pytest found the test modules by.
-        environment.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
+        patched.setenv("PYTHONPATH", os.pathsep.join(path for path in sys.path if path))
         head = {"num_cpus": 1, "gcs_server_port": free_port(), "include_dashboard": dashboard}
         if dashboard:
             # Not that of another cluster: an agent that does not get its port takes no jobs.

@@ -29,6 +29,8 @@ Script = Callable[[Call], Awaitable[web.StreamResponse]]
 class Server:
     url: str
     calls: list[Call] = field(default_factory=list)
+    is_well: bool = True
+    asked_for_health: int = 0
 
     def base_url(self, rollout_id: str) -> str:
         return f"{self.url}/ng-rollout/{rollout_id}/v1"
@@ -50,8 +52,13 @@ async def serving(script: Script) -> AsyncIterator[Server]:
     async def stats(request: web.Request) -> web.StreamResponse:
         return web.json_response({"capture": True})
 
+    async def healthz(request: web.Request) -> web.StreamResponse:
+        server.asked_for_health += 1
+        return web.json_response({}, status=200 if server.is_well else 503)
+
     app = web.Application()
     app.router.add_get("/stats", stats)
+    app.router.add_get("/healthz", healthz)
     app.router.add_post("/ng-rollout/{rollout_id}/v1/chat/completions", handle)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()

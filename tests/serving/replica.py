@@ -77,7 +77,8 @@ class LocalState:
         epoch = await self.store.write(Begin(intent))
         resolution = self._lineage.resolve(intent.rollout_id, turn_keys, asked_keys)
         sink = TokenSink(self, intent.rollout_id, epoch)
-        return BegunCall(sink, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution))
+        went_on = (await self.store.freeze(intent.rollout_id)).went_on
+        return BegunCall(sink, resolution, self._lineage.may_be_retry(intent.rollout_id, resolution), went_on)
 
     async def write(self, operation: Operation) -> int:
         if isinstance(operation, Commit):

@@ -13,9 +13,11 @@ import psutil
 import pytest
 import ray
 
+from gym_capture.capture.operations import Close, Commit, GoOn, HandOn
 from gym_capture.capture.protocols import Resolved
+from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.demo.graph import private_ray
-from gym_capture.errors import ConfigError, StoreUnavailableError
+from gym_capture.errors import ConfigError, ReplayedCallError, RetiredRolloutError, StoreUnavailableError
 from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.metrics import JobMetrics
 from gym_capture.rollouts.progress import JobProgress
@@ -63,6 +65,46 @@ async def test_killed_actors_come_back_with_everything_that_was_acknowledged(tmp
         snapshot = await state.freeze(name)
         assert (len(snapshot.entries), snapshot.incomplete) == (3, ())
     assert await state.rollout_ids() == names
+
+
+@pytest.mark.usefixtures("cluster")
+async def test_killed_actors_know_who_goes_on_from_whom(tmp_path: Path) -> None:
+    """An attempt and the one that goes on from it, on shards that are killed after each step."""
+    start(tmp_path, shards=2, namespace="handed-on")
+    state = connect(namespace="handed-on")
+    first = "r1"
+    second = next(name for name in ("r2", "r3", "r4", "r5") if state._index(name) != state._index(first))
+
+    def kill_all() -> None:
+        killed = shard_processes()
+        for process in killed:
+            os.kill(process.pid, signal.SIGKILL)
+        psutil.wait_procs(killed)
+
+    await play(state, first, calls=2)
+    epoch = await state.write(HandOn(first))
+    kill_all()
+    for _ in range(2):
+        await state.write(HandOn(first))
+        await state.write(GoOn(second, first))
+    with pytest.raises(RetiredRolloutError):
+        await state.begin(sample_intent(first, "late"), ())
+    with pytest.raises(RetiredRolloutError):
+        await state.write(Commit(sample_entry(first, "late"), epoch=epoch))
+    kill_all()
+    begun = await state.begin(sample_intent(second, "c"), ())
+    assert begun.went_on == (first,)
+    await begun.sink.replay("c", recorded="c0")
+    kill_all()
+    assert (await state.begin(sample_intent(second, "d"), ())).went_on == (first,)
+    await begun.sink.replay("c", recorded="c0")
+    with pytest.raises(ReplayedCallError):
+        await begun.sink.replay("d", recorded="c0")
+    assert len((await state.freeze(first)).entries) == 2
+    await state.write(Close(first))
+    kill_all()
+    assert (await state.freeze(first)).version == 0
+    assert first not in await state.rollout_ids()
 
 
 @pytest.mark.usefixtures("cluster")

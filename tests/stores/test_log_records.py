@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from gym_capture.capture.rollout_state import Retired
+from gym_capture.capture.facts import Retired
 from gym_capture.stores.frames import Frame, RecordType
 from gym_capture.stores.log_records import draft_of, event_of
 

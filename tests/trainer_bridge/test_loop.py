@@ -165,6 +165,15 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, damage: str) -> None:
     assert torch.equal(weights(again), before)
 
 
+def test_random_draws_go_on_where_they_were(tmp_path: Path) -> None:
+    with torch.random.fork_rng(devices=[]):
+        trainer(tmp_path).run(GROUPS[:2])
+        expected = torch.rand(3)
+        torch.manual_seed(99)
+        trainer(tmp_path).resume()
+        assert torch.equal(torch.rand(3), expected)
+
+
 def test_options_of_today_hold_when_a_run_goes_on(tmp_path: Path) -> None:
     trainer(tmp_path).run(GROUPS[:2])
     again = trainer(tmp_path, GrpoOptions(lr=1e-3, weight_decay=0.5))

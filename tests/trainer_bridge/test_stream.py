@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gym_capture.build.sampling import Sampling
 from gym_capture.data.schema import SCHEMA, TRAJECTORY_SCHEMA_VERSION, VERSION_KEY
 from gym_capture.errors import ConfigError, RecordError, SchemaVersionError
 from trainer_bridge.stream import TrainRollout, parquet_batches, read_rollouts, steps
@@ -98,6 +99,23 @@ def test_a_rollout_that_outgrew_the_context_is_truncated_and_older_tables_do_not
         (tmp_path / name).mkdir()
         pq.write_table(rows, tmp_path / name / "part-00000.parquet")
         assert [rollout.truncated for rollout in read_rollouts(parquet_batches(tmp_path / name))] == truncated
+
+
+def test_how_it_was_sampled_and_played_comes_along_and_older_tables_do_not_say_it() -> None:
+    how = {"temperature": 0.5, "top_p": 0.9, "constrained": True}
+    said = {"sample": 3, "attempt": 2, "call_rewards": [("c", 0.25)]}
+    whole = table(row("a", span_sampling=[how], **said))
+    (rollout,) = read_rollouts([whole])
+    (span,) = rollout.sequences[0].spans
+    assert (span.start, span.end, span.call_id, span.weight_version) == (1, 3, "c", "7")
+    assert span.sampling == Sampling(temperature=0.5, top_p=0.9, constrained=True)
+    assert (rollout.sample, rollout.attempt, rollout.call_rewards) == (3, 2, {"c": 0.25})
+    older = whole.drop_columns(["span_sampling", *said, "prefix_trajectory_id", "prefix_length"])
+    (rollout,) = read_rollouts([older])
+    assert rollout.sequences[0].spans[0].sampling is None
+    assert (rollout.sample, rollout.attempt, rollout.call_rewards) == (None, None, {})
+    with pytest.raises(RecordError, match="span_sampling must align with spans: got 2 and 1"):
+        list(read_rollouts([table(row("a", span_sampling=[how, how]))]))
 
 
 def test_rows_of_a_rollout_that_do_not_stand_together_are_an_error() -> None:

@@ -28,7 +28,7 @@ from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
 from gym_capture.rollouts.folders import read_below, remove, write_below
-from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, RepeatableHarness
 from gym_capture.rollouts.outgrown import OutgrownContext
 from gym_capture.rollouts.supervised import Bounds, Ended, passed_on, run_supervised
 
@@ -114,16 +114,29 @@ class Program(Protocol):
         ...
 
 
-class CommandHarness:
+class CommandHarness(RepeatableHarness):
     """Runs a program for each rollout."""
 
-    def __init__(self, program: Program, *, model: str, bounds: Bounds, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        *,
+        model: str,
+        bounds: Bounds,
+        environment: Mapping[str, str],
+        repeats: bool = False,
+    ) -> None:
         """`environment` is what the programs get besides what `TOLD` lists."""
+        self._repeats = repeats
         self._program = program
         self._model = model
         self._bounds = bounds
         self._environment = environment
         self._context = OutgrownContext()
+
+    @property
+    def repeats(self) -> bool:
+        return self._repeats
 
     async def run(self, *, endpoint: Endpoint, observation: Observation, environment: Environment) -> Outcome:
         if observation.tools:
@@ -240,11 +253,13 @@ def command(
     timeout_s: float | None = None,
     max_output_bytes: int = 1 << 20,
     max_file_bytes: int = 1 << 30,
+    repeats: bool = False,
 ) -> CommandHarness:
     """Any command. In its words `{task}` and the other names of `_PLACES` stand for what is the rollout's own.
 
     The answer is what it writes to its standard output, or to the file that `GYM_CAPTURE_ANSWER_FILE` names.
     `environment` adds variables to its environment, `pass_on` names those of this process that it gets as well.
+    `repeats` says that it asks the same again when it gets the same replies (`RepeatableHarness`).
     """
     parts = installed(words(command), hint="")
     for part in parts:
@@ -257,6 +272,7 @@ def command(
         model=model,
         bounds=Bounds(timeout_s=timeout_s, stdout_bytes=max_output_bytes, file_bytes=max_file_bytes),
         environment={**passed_on(pass_on or ()), **(environment or {})},
+        repeats=repeats,
     )
 
 

@@ -1,0 +1,53 @@
+"""What a rollout job has the graph's state actors do with its attempts.
+
+Invariant: an attempt that another one supersedes is refused from then on, whatever still runs of it; all of this may be
+repeated. Flow: `connected_fence` -> `rollouts.attempt.make_ready`, before an attempt plays -> `over`, when one that
+went on from others is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from gym_capture.capture.operations import Clear, Close, GoOn, HandOn
+from gym_capture.capture.protocols import RecordStore
+from gym_capture.capture.replay import replays_of
+from gym_capture.commands.cluster import join_cluster
+from gym_capture.rollouts.attempt import Replayed
+
+
+class Fence:
+    """Clears and closes attempts, and has them go on from others: a `TurnResume`."""
+
+    def __init__(self, state: RecordStore) -> None:
+        self._state = state
+
+    async def clear(self, rollout_id: str) -> None:
+        """Has the graph forget it, and take its calls."""
+        await self._state.write(Clear(rollout_id))
+
+    async def close(self, rollout_id: str) -> None:
+        """Has the graph forget it, and refuse its calls."""
+        await self._state.write(Close(rollout_id))
+
+    async def hand_on(self, rollout_id: str) -> None:
+        await self._state.write(HandOn(rollout_id))
+
+    async def go_on(self, rollout_id: str, source: str) -> None:
+        await self._state.write(GoOn(rollout_id, source))
+
+    async def over(self, rollout_id: str, sources: Sequence[str]) -> Replayed:
+        snapshot, *earlier = await asyncio.gather(*map(self._state.freeze, (rollout_id, *sources)))
+        found = replays_of(snapshot, earlier)
+        for source in sources:
+            await self.close(source)
+        return Replayed(calls=found.calls, diverged_at=found.diverged_at)
+
+
+def connected_fence(ray_address: str, namespace: str) -> Fence:
+    """The fence of the graph in that Ray cluster and namespace."""
+    from gym_capture.serving.state import connect
+
+    join_cluster(ray_address, namespace=namespace)
+    return Fence(connect(namespace=namespace))

@@ -1,0 +1,88 @@
+"""`gym-capture weights`: the weights that a graph serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from gym_capture.errors import ConfigError, WeightsRefusedError
+from gym_capture.weights import PAUSE_MODES, payload_at, seal
+from trainer_bridge.weight_client import WeightClient
+
+app = typer.Typer(no_args_is_help=True)
+
+Url = Annotated[str, typer.Option(help="Where the graph is served.")]
+Token = Annotated[
+    str | None, typer.Option(help="Of `gym-capture token --weights`.", envvar="GYM_CAPTURE_WEIGHTS_TOKEN")
+]
+_URL = "http://127.0.0.1:8000"
+
+
+@app.callback()
+def group() -> None:
+    """The weights that a graph serves: push others while it runs, see which they are."""
+
+
+@app.command("push")
+def push(
+    folder: Annotated[Path, typer.Argument(help="A folder of safetensors that all replicas see.")],
+    version: Annotated[int | None, typer.Option(help="Its number, if it has none yet.", min=0)] = None,
+    url: Url = _URL,
+    token: Token = None,
+    mode: Annotated[str, typer.Option(help="Calls under way: keep, wait or abort.")] = "keep",
+    force: Annotated[bool, typer.Option("--force", help="Also if the version goes back.")] = False,
+    allow_non_finite: Annotated[
+        bool, typer.Option("--allow-non-finite", help="Also if values are NaN or infinite.")
+    ] = False,
+    takeover: Annotated[bool, typer.Option("--takeover", help="Give up an update that another has begun.")] = False,
+) -> None:
+    """Have all replicas serve the weights of FOLDER."""
+    if mode not in PAUSE_MODES:
+        raise ConfigError(f"--mode: must be keep, wait or abort, got {mode!r}")
+    path = folder.expanduser().absolute()
+    try:
+        payload = payload_at(str(path))
+    except WeightsRefusedError:
+        if version is None:
+            raise ConfigError(f"{folder} has no number yet: say --version") from None
+        payload = seal(path, version=version)
+    if version is not None and payload.version != version:
+        raise ConfigError(f"{folder} is sealed as version {payload.version}, not {version}")
+    with WeightClient(url, token=token) as client:
+        pushed = client.push(
+            payload,
+            mode=mode,  # type: ignore[arg-type]  # one of those, as was just looked at
+            force=force,
+            allow_non_finite=allow_non_finite,
+            takeover=takeover,
+        )
+    Console(stderr=True, highlight=False).print(
+        f"version {pushed.version} is served by {pushed.replicas} replicas; "
+        f"paused for {pushed.paused_s:.3f} s, {pushed.seconds:.1f} s in all"
+    )
+
+
+@app.command("status")
+def status(
+    url: Url = _URL,
+    token: Token = None,
+    checksums: Annotated[bool, typer.Option("--checksums", help="Also compare the tensors of all replicas.")] = False,
+) -> None:
+    """Print which weights are served, as JSON."""
+    with WeightClient(url, token=token) as client:
+        found = dict(client.info())
+        if checksums:
+            found["checksums"] = client.checksums()
+    print(json.dumps(found, indent=1))
+
+
+@app.command("abort")
+def abort(url: Url = _URL, token: Token = None) -> None:
+    """Give up the update under way: the graph goes on with the weights that it serves."""
+    with WeightClient(url, token=token) as client:
+        was_there = client.abort()
+    Console(stderr=True, highlight=False).print("the update was given up" if was_there else "no update was under way")

@@ -1,0 +1,133 @@
+"""What a job does while its graph is away, and what it does not count as a rollout's failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from gym_capture.errors import ConfigError
+from gym_capture.reasons import AttemptFailure
+from gym_capture.rollouts.attempt import Outcome, Play
+from gym_capture.rollouts.environment import Register, Task
+from gym_capture.rollouts.harness import Failed, tool_loop
+from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
+from gym_capture.rollouts.on_graph import play_on_graph
+from tests.rollouts.nodes import until
+from tests.rollouts.scripted_server import Call, Server, serving, solve
+
+
+async def nothing(rollout_id: str) -> None:
+    """To clear, or to close."""
+
+
+async def play(server: Server, directory: Path, notes: list[str], **options: Any) -> JobSummary:
+    return await play_on_graph(
+        url=server.url,
+        tasks=Register.tasks(3),
+        make_environment=Register,
+        options=JobOptions(job_id="job", samples=2, retry_wait_s=0, **options),
+        harness=tool_loop(model="policy"),
+        settings={},
+        clear=nothing,
+        close=nothing,
+        directory=directory,
+        note=notes.append,
+    )
+
+
+async def test_an_outage_costs_no_attempts_that_count(tmp_path: Path) -> None:
+    notes: list[str] = []
+    failures = tmp_path / "failures.jsonl"
+
+    async def policy(call: Call) -> Any:
+        if server.is_well:
+            return await solve(call)
+        return web.json_response({"error": {"message": "no engine"}}, status=500)
+
+    async with serving(policy) as server, asyncio.timeout(60):
+        server.is_well = False
+        job = asyncio.create_task(play(server, tmp_path, notes, max_attempts=1, concurrency=2))
+        await until(lambda: failures.exists() and failures.read_text().count("\n") == 2)
+        asked = server.asked_for_health
+        await until(lambda: server.asked_for_health > asked + 1)
+        assert (tmp_path / "attempts.jsonl").read_text().count("\n") == 2, "no other begins"
+        server.is_well = True
+        summary = await job
+    assert (summary.finished, summary.failed) == (6, 0)
+    assert summary.failures == {AttemptFailure.GRAPH_LOST: 2}, "one of each rollout that was under way, no other began"
+    assert Counter(row.attempt for row in summary.rows) == {1: 4, 2: 2}
+    assert ["does not answer" in notes[0], "answers again" in notes[1], len(notes)] == [True, True, 2]
+
+
+async def test_a_graph_that_stays_away_ends_the_job_which_goes_on_later(tmp_path: Path) -> None:
+    async def gone(call: Call) -> Any:
+        return web.json_response({"error": {"message": "no engine"}}, status=503)
+
+    async with serving(gone) as server, asyncio.timeout(60):
+        server.is_well = False
+        with pytest.raises(ConfigError, match=r"not answered for 0\.1 s"):
+            await play(server, tmp_path, [], max_attempts=1, outage_timeout_s=0.1)
+    async with serving(solve) as server:
+        summary = await play(server, tmp_path, [], max_attempts=1)
+    assert (summary.finished, summary.failed, summary.resumed) == (6, 0, 0)
+
+
+async def test_a_failure_while_the_graph_is_well_counts(tmp_path: Path) -> None:
+    async def broken(call: Call) -> Any:
+        return web.json_response({"error": {"message": "no"}}, status=500)
+
+    async with serving(broken) as server:
+        summary = await play(server, tmp_path, [], max_attempts=2)
+    assert summary.failures == {AttemptFailure.SERVER_ERROR: 12}
+    assert summary.failed == 6
+
+
+class Losing:
+    """A runner whose nodes go."""
+
+    left_running = 0
+
+    def __init__(self, *reasons: AttemptFailure) -> None:
+        self._reasons = reasons
+        self.played = 0
+
+    async def place(self) -> Play:
+        return self._play
+
+    async def _play(self, rollout_id: str, task: Task, *, supersedes: Any = ()) -> Outcome:
+        self.played += 1
+        return Outcome(Failed(self._reasons[(self.played - 1) % len(self._reasons)], "gone"), None)
+
+
+@pytest.mark.parametrize(
+    ("reasons", "played"),
+    [
+        ((AttemptFailure.NODE_LOST,), 6),
+        ((AttemptFailure.EXCEPTION,), 3),
+        ((AttemptFailure.NODE_LOST, AttemptFailure.EXCEPTION), 6),
+    ],
+    ids=["lost", "failed", "both"],
+)
+async def test_lost_attempts_have_a_limit_of_their_own_also_when_the_job_goes_on(
+    tmp_path: Path, reasons: tuple[AttemptFailure, ...], played: int
+) -> None:
+    async def run(runner: Losing, **options: int) -> JobSummary:
+        return await JobRun(
+            tasks=Register.tasks(1),
+            options=JobOptions(job_id="job", samples=1, retry_wait_s=0, max_attempts=3, **options),
+            attempts=runner,
+            settings={},
+            directory=tmp_path,
+        ).run()
+
+    runner = Losing(*reasons)
+    summary = await run(runner, max_lost=5)
+    assert (runner.played, summary.failed) == (played, 1)
+    again = Losing(*reasons)
+    await run(again, max_lost=5)
+    assert again.played == 0

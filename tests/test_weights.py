@@ -1,0 +1,168 @@
+"""What must be right about a folder of weights before an engine loads it."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from gym_capture.errors import ConfigError, WeightsRefusedError
+from gym_capture.models import tiny_dir
+from gym_capture.weights import MANIFEST, model_spec, payload_at, seal, tensors_in, verify
+from tests.weight_folders import moved, tiny_tensors, weights_folder
+
+NORM = "model.norm.weight"
+DOWN = "model.layers.0.mlp.down_proj.weight"
+
+
+def whole(folder: str, **options: bool) -> None:
+    verify(payload_at(folder), model_spec(tiny_dir()), **options)
+
+
+def test_a_sealed_folder_is_read_back_and_passes(tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 3)
+    assert payload_at(payload.folder) == payload
+    assert payload.version == 3
+    whole(payload.folder)
+
+
+def test_a_header_is_read_as_safetensors_wrote_it(tmp_path: Path) -> None:
+    tensors = {"a": torch.arange(6, dtype=torch.bfloat16).reshape(2, 3), "b": torch.zeros(4, dtype=torch.int64)}
+    save_file(tensors, tmp_path / "x.safetensors")
+    found = tensors_in(tmp_path / "x.safetensors")
+    assert {name: (spec.dtype, spec.shape) for name, spec in found.items()} == {
+        "a": ("BF16", (2, 3)),
+        "b": ("I64", (4,)),
+    }
+    assert {spec.end - spec.start for spec in found.values()} == {12, 32}
+
+
+def test_equal_weights_have_equal_digests_wherever_they_are(tmp_path: Path) -> None:
+    one, same, other = (weights_folder(tmp_path / str(n), n, moved(seed)) for n, seed in ((1, 7), (2, 7), (3, 8)))
+    assert one.digest == same.digest != other.digest
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_single_value_that_is_not_finite_is_found(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    def spoil(tensors: dict[str, Any]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+        tensors[DOWN][-1, -1] = value
+
+    payload = weights_folder(tmp_path, 1, spoil=spoil)
+    with pytest.raises(WeightsRefusedError, match=rf"{DOWN} has values that are NaN or infinite"):
+        whole(payload.folder)
+    whole(payload.folder, allow_non_finite=True)
+
+
+def test_the_largest_numbers_are_finite(tmp_path: Path) -> None:
+    def spoil(tensors: dict[str, Any]) -> None:
+        for name, dtype in ((NORM, torch.float16), (DOWN, torch.bfloat16)):
+            tensors[name] = torch.full_like(tensors[name].to(dtype), torch.finfo(dtype).max)
+
+    whole(weights_folder(tmp_path, 1, spoil=spoil).folder)
+
+
+def rename(tensors: dict[str, Any]) -> None:
+    tensors["model.norm.wieght"] = tensors.pop(NORM)
+
+
+def reshape(tensors: dict[str, Any]) -> None:
+    tensors[DOWN] = tensors[DOWN].T.contiguous()
+
+
+def quantize(tensors: dict[str, Any]) -> None:
+    tensors[DOWN] = tensors[DOWN].to(torch.int8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        pytest.param(rename, rf"it lacks {NORM}, and it has model.norm.wieght", id="name"),
+        pytest.param(reshape, rf"{DOWN} has shape \[\d+, \d+\], but the model that is served has", id="shape"),
+        pytest.param(quantize, rf"{DOWN} is I8, but the model that is served has F32", id="type"),
+    ],
+)
+def test_weights_of_another_model_are_named(
+    tmp_path: Path, spoil: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    payload = weights_folder(tmp_path, 1, spoil=spoil)
+    with pytest.raises(WeightsRefusedError, match=message):
+        whole(payload.folder)
+
+
+def test_a_tied_output_layer_may_come_along_or_not(tmp_path: Path) -> None:
+    spec = model_spec(tiny_dir())
+    assert spec.is_tied
+    tied = dict(tiny_tensors())
+    tied.setdefault("lm_head.weight", tied["model.embed_tokens.weight"].clone())
+    whole(weights_folder(tmp_path, 1, tied).folder)
+    del tied["lm_head.weight"]
+    whole(weights_folder(tmp_path, 2, tied).folder)
+
+
+def cut(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def flip(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
+
+
+def swap(folder: Path) -> None:
+    save_file(moved(99), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        pytest.param(
+            lambda folder: (folder / MANIFEST).unlink(), f"has no {MANIFEST}: it is not there whole", id="half"
+        ),
+        pytest.param(lambda folder: (folder / "model.safetensors").unlink(), "cannot be read: No such file", id="file"),
+        pytest.param(cut, "is cut", id="cut"),
+        pytest.param(flip, "its checksum differs", id="bit"),
+        pytest.param(swap, "its checksum differs", id="other"),
+        pytest.param(lambda folder: (folder / MANIFEST).write_text("{}"), "is no manifest", id="empty"),
+        pytest.param(lambda folder: (folder / MANIFEST).write_text('{"format": 9}'), "has format 9", id="newer"),
+        pytest.param(lambda folder: shutil.rmtree(folder), "not on storage that this replica sees", id="gone"),
+        pytest.param(
+            lambda folder: (folder / "model.safetensors").write_bytes(b"\xff" * 64), "no safetensors file", id="noise"
+        ),
+    ],
+)
+def test_half_a_folder_is_refused(tmp_path: Path, damage: Callable[[Path], object], message: str) -> None:
+    payload = weights_folder(tmp_path, 1)
+    damage(Path(payload.folder))
+    with pytest.raises(WeightsRefusedError, match=message):
+        whole(payload.folder)
+
+
+def test_a_manifest_names_files_of_its_own_folder_only(tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 1)
+    manifest = Path(payload.folder) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"model.safetensors"', '"../x/model.safetensors"'))
+    with pytest.raises(WeightsRefusedError, match=r"names [.][.]/x/model[.]safetensors"):
+        whole(payload.folder)
+
+
+def test_a_path_that_is_not_whole_means_something_else_to_every_process() -> None:
+    with pytest.raises(WeightsRefusedError, match="whole path"):
+        payload_at("weights-1")
+
+
+def test_a_folder_without_weights_is_not_sealed(tmp_path: Path) -> None:
+    with pytest.raises(WeightsRefusedError, match=r"has no [.]safetensors files"):
+        seal(tmp_path, version=1)
+    with pytest.raises(ConfigError, match=r"has no [.]safetensors files"):
+        model_spec(tmp_path)
