@@ -25,7 +25,7 @@ from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.parts import Part, RowOptions, Unwatched, WorkerSource, built_part
 from gym_capture.data.requests import Request, read_group
 from gym_capture.data.sources import SourceSpec
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, StoreUnavailableError, StreamLostError
 
 _T = TypeVar("_T")
 
@@ -54,7 +54,7 @@ async def stream_groups(
 
     A group is built when it is asked for, so a slow trainer holds up nothing and one group is in memory. To leave the
     loop - within `contextlib.aclosing` - cancels the job. Raises what `play` raises, `ConfigError` for a source that
-    cannot be opened, and `StoreUnavailableError` if it is down for longer than a restart takes.
+    cannot be opened, and `StreamLostError` if it is down for longer than a restart takes.
     """
     async with BuildThread(source, options) as thread, aclosing(played_groups(play, thread, group_size)) as groups:
         async for group in groups:
@@ -85,10 +85,10 @@ class BuildThread:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
 
     async def build(self, group: tuple[Request, ...]) -> BuiltGroup:
-        """Raises what `parts.built_part` raises."""
+        """Raises `ConfigError` for a source that cannot be opened, `StreamLostError` for one that is gone."""
         part = Part(number=self._built, groups=(group,))
         self._built += 1
-        return await self.run(partial(_built, part, options=self._options))
+        return await answered(self.run(partial(_built, part, options=self._options)))
 
     async def close(self) -> None:
         """Behind what it is at."""
@@ -103,6 +103,17 @@ class BuildThread:
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+async def answered(answer: Awaitable[_T]) -> _T:
+    """The answer. Raises `StreamLostError` where the source cannot give one any more."""
+    try:
+        return await answer
+    except StoreUnavailableError as error:
+        raise StreamLostError(
+            f"the graph of this stream is gone: {error.message}. What was trained and saved stays so; once the graph "
+            "serves again, go on from the position of the last checkpoint"
+        ) from error
 
 
 def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGroup:

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Set
+from collections.abc import AsyncGenerator, Callable, Iterable, Set
 from typing import TypeVar
 
 from gym_capture.capture.outcomes import Standing
-from gym_capture.data.group_stream import BuildThread, BuiltGroup
+from gym_capture.data.group_stream import BuildThread, BuiltGroup, answered
 from gym_capture.data.parts import RETRY_AFTER_S, WorkerSource
 from gym_capture.data.requests import Request, groups_recorded
-from gym_capture.errors import ConfigError, StoreUnavailableError, StreamLostError
+from gym_capture.errors import ConfigError, StoreUnavailableError
 from gym_capture.stores.base import standings_of
 
 _T = TypeVar("_T")
@@ -51,7 +51,7 @@ async def recorded_groups(
             group_id = group[0].group_id
             if group_id not in settled and group_id not in given:
                 given.add(group_id)
-                yield await answered(thread.build(group))
+                yield await thread.build(group)
         if not follow:
             return
         await asyncio.sleep(poll_s)
@@ -69,17 +69,6 @@ async def asked(thread: BuildThread, question: Callable[[WorkerSource], _T]) -> 
         return question(source)
 
     return await answered(thread.run(ask))
-
-
-async def answered(answer: Awaitable[_T]) -> _T:
-    """The answer. Raises `StreamLostError` where the source cannot give one any more."""
-    try:
-        return await answer
-    except StoreUnavailableError as error:
-        raise StreamLostError(
-            f"the graph of this stream is gone: {error.message}. What was trained and saved stays so; once the graph "
-            "serves again, go on from the position of the last checkpoint"
-        ) from error
 
 
 def _complete(standings: Iterable[Standing], group_size: int) -> list[tuple[Request, ...]]:

@@ -19,7 +19,7 @@ import pytest
 from gym_capture.capture.operations import Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.conformance.support import run_call
-from gym_capture.data import recorded_groups
+from gym_capture.data import parts, recorded_groups
 from gym_capture.data.group_stream import Tell
 from gym_capture.data.schema import TRAJECTORY_SCHEMA_VERSION, VERSION_KEY
 from gym_capture.data.sources import SourceSpec
@@ -345,6 +345,18 @@ def test_a_job_that_is_resumed_builds_no_group_that_is_settled() -> None:
     source = PlayedGroups(play, source=MADE, group_size=1)
     with GroupStream(source, position=Position(frozenset({"poison-a"}))) as stream:
         assert ids(list(stream)) == ["b"]
+
+
+async def test_a_graph_that_goes_while_a_job_plays_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(tell: Tell) -> None:
+        tell(told("a", 0))
+        tell(told("down-b", 0))
+
+    monkeypatch.setattr(parts, "RETRY_AFTER_S", ())
+    async with AsyncGroupStream(PlayedGroups(play, source=MADE, group_size=1)) as stream:
+        assert (await anext(stream)).group_id == "a"
+        with pytest.raises(StreamLostError, match="graph of this stream is gone: its actor restarts"):
+            await anext(stream)
 
 
 def test_a_rollout_job_that_its_trainer_left_goes_on_with_the_groups_that_are_not_settled(tmp_path: Path) -> None:
