@@ -158,6 +158,11 @@ class VllmEngine:
     def template(self) -> HfChatTemplate:
         return self._template
 
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's own, for what the seam does not have."""
+        return self._llm
+
     def generate(
         self,
         *,
