@@ -128,30 +128,6 @@ TRAINER = ("--by", "trainer", "--json")
 MODEL = ("--model", f"0={tiny_dir()}")
 
 
-def test_engine_and_trainer_agree_with_what_was_recorded(
-    recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    code, out = verified(capsys, as_log(recorded, tmp_path / "state"), "--model", tiny_dir(), *BOTH)
-    account = json.loads(out)
-    assert code == 0, account
-    assert account["passed"]
-    assert account["not_checked"] == {"penalties": 24}
-    for scorer in ("engine", "trainer"):
-        found = account["differences"][scorer]
-        assert {name: each["tokens"] for name, each in found.items()} == {
-            "all": 7 * 24,
-            "constrained: no": 6 * 24,
-            "constrained: yes": 24,
-            "finish: length": 7 * 24,
-            "weights: 0": 7 * 24,
-        }
-        assert found["constrained: no"]["max"] < 1e-3
-        assert found["constrained: no"]["impossible"] == 0
-        assert found["constrained: no"]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
-        assert found["constrained: yes"]["max"] > 0.1
-    assert account["findings"] == []
-
-
 def doctored(snapshots: Sequence[Snapshot], call_id: str, **values: Any) -> list[Snapshot]:
     return [
         replace(
@@ -160,6 +136,48 @@ def doctored(snapshots: Sequence[Snapshot], call_id: str, **values: Any) -> list
         )
         for each in snapshots
     ]
+
+
+def test_what_was_recorded_is_what_the_trainer_computes(
+    recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out = verified(capsys, as_log(recorded, tmp_path / "state"), "--model", tiny_dir(), *TRAINER)
+    account = json.loads(out)
+    assert code == 0, account
+    found = account["differences"]["trainer"]
+    assert {name: each["tokens"] for name, each in found.items()} == {
+        "all": 7 * 24,
+        "constrained: no": 6 * 24,
+        "constrained: yes": 24,
+        "finish: length": 7 * 24,
+        "weights: 0": 7 * 24,
+    }
+    assert found["constrained: no"]["max"] < 1e-3
+    assert found["constrained: no"]["impossible"] == 0
+    assert found["constrained: no"]["token_mult_prob_error"] == pytest.approx(1.0, abs=1e-3)
+    assert account["findings"] == []
+
+
+def test_engine_and_trainer_agree_with_each_other_and_find_one_token_that_is_another(
+    recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = next(one for each in recorded for one in each.entries if one.model_call_id == "top-k-1")
+    ids = entry.generation_token_ids.copy()
+    ids[3] = 5
+    log = as_log(doctored(recorded, "top-k-1", generation_token_ids=ids, digest=None), tmp_path / "state")
+    code, out = verified(capsys, log, "--model", tiny_dir(), "--tolerance", "1e-3", *BOTH)
+    account = json.loads(out)
+    assert (code, account["passed"], account["not_checked"]) == (1, False, {"penalties": 24})
+    assert account["calls_beyond"] == {"engine": 1, "trainer": 1}
+    assert [(found["by"], found["call_id"], found["position"]) for found in account["findings"]] == [
+        ("engine", "top-k-1", 3),
+        ("trainer", "top-k-1", 3),
+    ]
+    assert all((found["token_id"], found["rescored"]) == (5, None) for found in account["findings"])
+    for scorer in ("engine", "trainer"):
+        found = account["differences"][scorer]
+        assert (found["constrained: no"]["tokens"], found["constrained: yes"]["tokens"]) == (6 * 24, 24)
+        assert found["constrained: yes"]["max"] > 0.1
 
 
 def test_one_log_probability_that_is_another_is_named(
@@ -181,21 +199,21 @@ def test_one_log_probability_that_is_another_is_named(
     assert account["versions_without_weights"] == ["1"]
 
 
-@pytest.mark.parametrize("by", ["trainer", "engine"])
-def test_one_token_that_is_another_is_named(
-    by: str, recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_person_reads_which_token_it_is(
+    recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    entry = next(one for each in recorded for one in each.entries if one.model_call_id == "top-k-1")
-    ids = entry.generation_token_ids.copy()
-    ids[3] = 5
-    log = as_log(doctored(recorded, "top-k-1", generation_token_ids=ids, digest=None), tmp_path / "state")
-    code, out = verified(capsys, log, *MODEL, "--by", by, "--engine-args", ENGINE_ARGS)
+    entry = next(one for each in recorded for one in each.entries if one.model_call_id == "plain-0")
+    log_probs = entry.generation_log_probs.copy()
+    log_probs[[2, 4]] -= 0.5
+    log = as_log(doctored(recorded, "plain-0", generation_log_probs=log_probs), tmp_path / "state")
+    code, out = verified(capsys, log, *MODEL, "--by", "trainer")
     assert code == 1
-    (line,) = [line for line in out.splitlines() if "rollout top-k" in line]
-    assert line.startswith(f"{by}: rollout top-k, call top-k-1, position 3: ")
-    assert "(id 5): recorded " in line
-    assert "scored not possible" in line
-    assert f"{by}: 1 calls beyond noise, of 144 tokens checked" in out
+    (line,) = [line for line in out.splitlines() if "rollout plain" in line]
+    assert line.startswith("trainer: rollout plain, call plain-0, position 2: ")
+    assert f"(id {entry.generation_token_ids[2]}): recorded {log_probs[2]:.4f}, scored " in line
+    assert "; 2 tokens of the call differ; version 0" in line
+    assert "not checked: no_weights: 24 tokens (of version 1)" in out
+    assert "trainer: 1 calls beyond noise, of 144 tokens checked" in out
 
 
 def test_other_weights_are_beyond_noise(
