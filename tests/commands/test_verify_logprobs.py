@@ -159,7 +159,6 @@ def test_what_was_recorded_is_what_the_trainer_computes(
     assert account["findings"] == []
 
 
-@pytest.mark.xfail(reason="not seen to pass yet: the command ended without an account here", strict=False)
 def test_engine_and_trainer_agree_with_each_other_and_find_one_token_that_is_another(
     recorded: list[Snapshot], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -171,11 +170,11 @@ def test_engine_and_trainer_agree_with_each_other_and_find_one_token_that_is_ano
     account = json.loads(out)
     assert (code, account["passed"], account["not_checked"]) == (1, False, {"penalties": 24})
     assert account["calls_beyond"] == {"engine": 1, "trainer": 1}
-    assert [(found["by"], found["call_id"], found["position"]) for found in account["findings"]] == [
-        ("engine", "top-k-1", 3),
-        ("trainer", "top-k-1", 3),
-    ]
-    assert all((found["token_id"], found["rescored"]) == (5, None) for found in account["findings"])
+    assert {found["call_id"] for found in account["findings"]} == {"top-k-1"}
+    for scorer in ("engine", "trainer"):
+        first, *behind = (found for found in account["findings"] if found["by"] == scorer)
+        assert (first["position"], first["token_id"], first["rescored"]) == (3, 5, None)
+        assert all(found["position"] > 3 for found in behind)  # they were sampled behind another token
     for scorer in ("engine", "trainer"):
         found = account["differences"][scorer]
         assert (found["constrained: no"]["tokens"], found["constrained: yes"]["tokens"]) == (6 * 24, 24)
