@@ -38,6 +38,8 @@ FORMAT_VERSION: Final = 2
 """Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 LOST: Final = frozenset({AttemptFailure.NODE_LOST, AttemptFailure.GRAPH_LOST})
 """Failures of attempts that were lost with what they ran on."""
+_NO_END: Final = LOST | {AttemptFailure.NOT_CLEARED, AttemptFailure.ENVIRONMENT_START}
+"""Failures of attempts whose agent came to no end, or did not begin."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
 _LONGEST_DIFFERENCE: Final = 200
@@ -192,10 +194,10 @@ class Ledger:
         self._failed[failure.place, failure.attempt] = failure.reason
 
     def last_uncut(self, place: Place) -> int:
-        """The number of the last attempt at a rollout that came to an end of its own; 0: none did. Those after it were
-        cut: with the job, or with the node or the graph that they were played on."""
+        """The number of the last attempt at a rollout whose agent came to an end; 0: none did. Those after it were cut,
+        with the job, or with the node or the graph that they were played on; or their agent did not even begin."""
         attempt = self.attempts.get(place, 0)
-        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in LOST:  # no row: no end
+        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in _NO_END:  # no row: no end
             attempt -= 1
         return attempt
 
