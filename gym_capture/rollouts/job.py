@@ -289,11 +289,11 @@ class JobRun:
     ) -> RolloutRow:
         """Attempts until one succeeds or no more are allowed. `failed`: by reason, those of earlier runs included."""
         while True:
-            await self.outage.over()
+            play = await self.attempts.place()
+            await self.outage.over()  # last: room may come because the graph went
             attempt = ledger.attempts.get(rollout.place, 0) + 1
             before = self._before(rollout, attempt, last_uncut=ledger.last_uncut(rollout.place))
             rollout_id = rollout.attempt_id(attempt)
-            play = await self.attempts.place()
             started_at, clock = time.time(), time.monotonic()
             progress.started(rollout_id)
             known: RolloutCounts | None = None
