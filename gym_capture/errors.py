@@ -74,14 +74,8 @@ def described(error: BaseException) -> str:
     """An exception in words, and where it was raised: often a bug in what a user wrote."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {_said_by(error)}"[:_LONGEST] + where
-
-
-def _said_by(error: BaseException) -> str:
-    try:
-        return str(error)
-    except Exception as broken:  # noqa: BLE001 - the boundary: even saying it is code of a user's
-        return f"and what it says cannot be had: {type(broken).__name__}"
+    said = str(traceback.TracebackException(type(error), error, None))  # also where its own `str` raises
+    return f"{type(error).__name__}: {said}"[:_LONGEST] + where
 
 
 def _rebuild(cls: type[GymCaptureError], message: str, state: dict[str, object]) -> GymCaptureError:

@@ -97,7 +97,7 @@ CASES: dict[str, Case] = {
     ),
     "rewards-of-calls-are-none": Case("must be a mapping", run=lambda: Completed("1", 1, call_rewards=None)),  # type: ignore[arg-type]
     "half-an-emoji-in-a-call": Case(run=lambda: Completed("1", 1, call_rewards={HALF: 1.0})),
-    "words-cannot-be-had": Case("what it says cannot be had: ZeroDivisionError", run=unsayable),
+    "words-cannot-be-had": Case("<exception str() failed>", run=unsayable),
     "no-score": Case("'NoneType' object has no attribute", score=lambda: None),
     "half-an-emoji-in-a-component": Case(score=lambda: Score({f"right{HALF}": 1.0})),
     "components-of-one-name": Case("must have different names", score=lambda: Score({1: 1.0, "1": 2.0})),  # type: ignore[dict-item]
@@ -181,4 +181,4 @@ async def test_a_tool_that_answers_with_no_text_is_the_environments_fault(given:
 def test_an_error_whose_words_cannot_be_had_is_described() -> None:
     with pytest.raises(Exception) as caught:  # noqa: PT011 - it has no words
         unsayable()
-    assert described(caught.value).startswith("UnsayableError: and what it says cannot be had: ZeroDivisionError (at ")
+    assert described(caught.value).startswith("UnsayableError: <exception str() failed> (at ")
