@@ -29,7 +29,7 @@ from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
 
-_Row = TypeVar("_Row")
+_Row = TypeVar("_Row", "RolloutRow", "AttemptRow", "FailureRow")
 
 ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
@@ -163,8 +163,9 @@ class Ledger:
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
             self.attempts: dict[Place, int] = {}
             """The number of the last attempt at each rollout that was begun."""
-            for attempt in _read(directory / ATTEMPTS_FILE, AttemptRow):
-                self.attempts[attempt.place] = max(attempt.attempt, self.attempts.get(attempt.place, 0))
+            begun = _read(directory / ATTEMPTS_FILE, AttemptRow)
+            for each in (*begun, *self.failures, *self.rows.values()):  # should one file be lost, no number comes twice
+                self.attempts[each.place] = max(each.attempt, self.attempts.get(each.place, 0))
             self._failed = {(failure.place, failure.attempt): failure.reason for failure in self.failures}
         except BaseException:
             self._close()
@@ -257,6 +258,13 @@ class Ledger:
     def _check_job(self, job: Mapping[str, Any]) -> None:
         found = read_job(self._directory)
         if found is None:
+            for name in (ROWS_FILE, ATTEMPTS_FILE):
+                path = self._directory / name
+                if path.is_file() and path.stat().st_size:
+                    raise ConfigError(
+                        f"{self._directory} holds {name} and no {_JOB_FILE}, so that nobody knows which job that is of: "
+                        "bring it back, or choose another directory with --out"
+                    )
             kept = {"format_version": FORMAT_VERSION, **job}
             text = json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
             replace_file(self._directory / _JOB_FILE, text.encode())
@@ -381,7 +389,10 @@ def _read(path: Path, make: Callable[..., _Row]) -> list[_Row]:
     rows = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            rows.append(make(**json.loads(line)))
+            row = make(**json.loads(line))
+            if not isinstance(row.task_id, str) or (type(row.sample), type(row.attempt)) != (int, int):
+                raise TypeError("task_id must be a string, sample and attempt whole numbers")
+            rows.append(row)
         except (ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"{path}, line {number}: cannot be read: {error}", field=f"line {number}") from None
     return rows
