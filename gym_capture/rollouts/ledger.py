@@ -163,8 +163,9 @@ class Ledger:
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
             self.attempts: dict[Place, int] = {}
             """The number of the last attempt at each rollout that was begun."""
-            begun = _read(directory / ATTEMPTS_FILE, AttemptRow)
-            for each in (*begun, *self.failures, *self.rows.values()):  # should one file be lost, no number comes twice
+            begun: list[AttemptRow] = _read(directory / ATTEMPTS_FILE, AttemptRow)
+            numbered: list[AttemptRow | FailureRow | RolloutRow] = [*begun, *self.failures, *self.rows.values()]
+            for each in numbered:  # should one file be lost, no number comes twice
                 self.attempts[each.place] = max(each.attempt, self.attempts.get(each.place, 0))
             self._failed = {(failure.place, failure.attempt): failure.reason for failure in self.failures}
         except BaseException:
@@ -262,8 +263,8 @@ class Ledger:
                 path = self._directory / name
                 if path.is_file() and path.stat().st_size:
                     raise ConfigError(
-                        f"{self._directory} holds {name} and no {_JOB_FILE}, so that nobody knows which job that is of: "
-                        "bring it back, or choose another directory with --out"
+                        f"{self._directory} holds {name} and no {_JOB_FILE}: nobody knows which job that is of; "
+                        "bring that back, or choose another directory with --out"
                     )
             kept = {"format_version": FORMAT_VERSION, **job}
             text = json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"

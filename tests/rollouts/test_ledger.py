@@ -172,7 +172,7 @@ async def test_rows_of_nobody_knows_which_job_count_for_none(tmp_path: Path) -> 
     for directory in ("rows", "attempts", "neither"):
         (tmp_path / directory / "job.json").unlink()
     for directory in ("rows", "attempts"):
-        with pytest.raises(ConfigError, match=r"and no job\.json, so that nobody knows which job that is of"):
+        with pytest.raises(ConfigError, match=r"and no job\.json: nobody knows which job that is of"):
             Ledger(tmp_path / directory, JOB)
     with Ledger(tmp_path / "neither", JOB):
         pass

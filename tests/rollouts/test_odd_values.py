@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 
 from gym_capture.commands.job_rows import build_while_playing
+from gym_capture.data.group_files import StreamReport
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import described
 from gym_capture.rollouts.environment import Environment, Observation, Register, Score, Task
@@ -126,12 +127,19 @@ class OddHarness:
     async def close(self) -> None: ...
 
 
-async def test_what_one_rollout_gives_ends_neither_its_job_nor_the_building_of_it(tmp_path: Path) -> None:
+class Built(NamedTuple):
+    summary: JobSummary
+    report: StreamReport
+    said: str
+
+
+async def built(directory: Path, *names: str) -> Built:
+    """A job of these cases, built while it plays."""
     options = JobOptions(job_id="job", samples=1, max_attempts=1, retry_wait_s=0.0)
-    tasks = [Task(name) for name in CASES]
+    tasks = [Task(name) for name in names]
     said = io.StringIO()
     found: list[JobSummary] = []
-    with Exchanges(tmp_path / "job") as exchanges:
+    with Exchanges(directory / "job") as exchanges:
 
         async def play(over: Callable[[RolloutRow], None]) -> None:
             job = RolloutJob(
@@ -143,29 +151,51 @@ async def test_what_one_rollout_gives_ends_neither_its_job_nor_the_building_of_i
                 clear=nothing,
                 close=nothing,
                 settings={},
-                directory=tmp_path / "job",
+                directory=directory / "job",
                 keep=lambda row, outcome: exchanges.add(row.rollout_id, exchange_of(outcome)),
             )
             found.append(await job.run(on_row=over, on_kept=over))
 
         report = await build_while_playing(
             play,
-            job=JobFile.model_validate({"format_version": 1, "out": tmp_path / "job"}),
+            job=JobFile.model_validate({"format_version": 1, "out": directory / "job"}),
             options=options,
             tasks=tasks,
             source=SourceSpec(import_path=made_rollouts.IMPORT_PATH),
             exchanges=exchanges,
-            out=str(tmp_path / "built"),
-            console=Console(file=said),
+            out=str(directory / "built"),
+            console=Console(file=said, width=1000),
             progress=JobProgress(),
         )
-    rows = {row.task_id: row for row in found[0].rows}
+    return Built(found[0], report, said.getvalue())
+
+
+async def test_what_one_rollout_gives_ends_neither_its_job_nor_the_building_of_it(tmp_path: Path) -> None:
+    summary, report, said = await built(tmp_path, *CASES)
+    rows = {row.task_id: row for row in summary.rows}
     for name, case in CASES.items():
         status = "failed" if case.words else "finished"
         assert (rows[name].status, case.words in (rows[name].detail or "")) == (status, True), (name, rows[name])
     assert report.built.groups == len(CASES)
-    assert said.getvalue() == ""  # every group has its rows
+    assert said == ""  # every group has its rows
     assert (tmp_path / "job" / "rows.jsonl").read_bytes().count(b"\n") == len(CASES)
+
+
+@pytest.mark.parametrize("content", [None, b"", b"PAR1 no more"])
+async def test_a_part_that_cannot_be_read_any_more_costs_the_rows_of_its_group(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    """Where a job died before it wrote them."""
+    names = ("messages-come-once", "numpy-number-of-calls")
+    await built(tmp_path, *names)
+    (tmp_path / "job" / "rows.jsonl").unlink()
+    part = tmp_path / "built" / "part-00000.parquet"
+    part.unlink()
+    part.write_bytes(content) if content is not None else part.mkdir()
+    _, report, said = await built(tmp_path, *names)
+    assert report.built.groups == len(names)
+    assert "has its trajectories, and no rows: part-00000.parquet cannot be read" in said
+    assert (tmp_path / "job" / "rows.jsonl").read_bytes().count(b"\n") == 1
 
 
 @pytest.mark.parametrize("given", [None, {"holds": 5}, 5])
