@@ -106,7 +106,7 @@ async def test_what_waits_for_room_does_not_begin_when_room_comes_because_the_gr
             await self.room.acquire()
             return self._play
 
-        async def _play(self, rollout_id: str, task: Task, *, before: Any = ()) -> Outcome:
+        async def _play(self, rollout_id: str, task: Task, *, before: Any = None) -> Outcome:
             nonlocal playing
             playing += 1
             try:
@@ -156,7 +156,7 @@ class Losing:
     async def place(self) -> Play:
         return self._play
 
-    async def _play(self, rollout_id: str, task: Task, *, before: Any = ()) -> Outcome:
+    async def _play(self, rollout_id: str, task: Task, *, before: Any = None) -> Outcome:
         self.played += 1
         return Outcome(Failed(self._reasons[(self.played - 1) % len(self._reasons)], "gone"), None)
 

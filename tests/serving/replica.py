@@ -23,7 +23,6 @@ from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step,
 from gym_capture.errors import StoreError
 from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.lineage.index import LineageIndex
-from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
@@ -31,7 +30,7 @@ from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.template import ChatTemplate
-from gym_capture.stores.base import counts_of, status_of
+from gym_capture.stores.base import status_of
 from gym_capture.stores.memory import MemoryStore
 
 STOP = "<|im_end|>"
@@ -112,9 +111,6 @@ class LocalState:
 
     async def resolve(self, rollout_id: str, turn_keys: Sequence[str]) -> Resolution:
         return self._lineage.resolve(rollout_id, turn_keys)
-
-    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
-        return await counts_of(self.store, rollout_ids)
 
     async def too_long(self, rollout_id: str) -> None:
         if self.mark_fails is not None:
