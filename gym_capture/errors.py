@@ -81,7 +81,8 @@ def described(error: BaseException) -> str:
     """An exception in words, and where it was raised: often a bug in what a user wrote."""
     frames = traceback.extract_tb(error.__traceback__)
     where = f" (at {Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {error}"[:_LONGEST] + where
+    said = str(traceback.TracebackException(type(error), error, None))  # also where its own `str` raises
+    return f"{type(error).__name__}: {said}"[:_LONGEST] + where
 
 
 def _rebuild(cls: type[GymCaptureError], message: str, state: dict[str, object]) -> GymCaptureError:

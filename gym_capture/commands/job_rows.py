@@ -17,6 +17,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 from pyarrow import fs
 from rich.console import Console
@@ -153,8 +154,12 @@ class GroupRows:
         filesystem, path = fs.FileSystem.from_uri(
             self._out if "://" in self._out else Path(self._out).absolute().as_uri()
         )
-        with filesystem.open_input_file(f"{path}/{group.part}") as stream:
-            table = pq.read_table(stream, columns=list(COLUMNS))
+        try:
+            with filesystem.open_input_file(f"{path}/{group.part}") as stream:
+                table = pq.read_table(stream, columns=list(COLUMNS))
+        except (OSError, pa.ArrowException) as error:  # somebody took it away, or damaged it
+            why = f"{group.part} cannot be read: {' '.join(str(error).split())}"
+            raise RecordError(why, field=group.part) from None
         finished = [replace(each, agent_name=each.agent_name or self._agent_name) for each in read_finished([table])]
         file.add(
             self._row(outcomes[rollout.rollout_id], record)

@@ -20,6 +20,7 @@ from typing import Final, NamedTuple, Protocol
 
 from gym_capture.errors import GymCaptureError, described
 from gym_capture.reasons import AttemptFailure
+from gym_capture.rollouts.checked import checked_components, checked_observation, checked_outcome
 from gym_capture.rollouts.environment import Environment, EnvironmentFactory, Observation, Task
 from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness
 from gym_capture.rollouts.patience import Late, Patience, Raised, Value
@@ -191,17 +192,17 @@ class Attempts:
         await make_ready(rollout_id, before=before, clear=self.clear, close=self.close, resume=self.resume)
         stage.blamed = AttemptFailure.ENVIRONMENT_START
         environment = stage.environment = self.make_environment()
-        observation = stage.observation = await environment.reset(task)
+        observation = stage.observation = checked_observation(await environment.reset(task))
         endpoint = self.endpoint(rollout_id)
         stage.blamed = AttemptFailure.EXCEPTION
-        outcome = await self.harness.run(endpoint=endpoint, observation=observation, environment=environment)
+        played = await self.harness.run(endpoint=endpoint, observation=observation, environment=environment)
+        outcome = checked_outcome(played)
         if isinstance(outcome, Failed):
             return outcome
         answer, n_calls = outcome.answer, outcome.n_calls
         stage.blamed = AttemptFailure.ENVIRONMENT_SCORE
         score = await environment.score(answer)
-        # Plain numbers, which JSON has: what computes rewards may well give those of numpy.
-        components = {str(name): float(value) for name, value in score.components.items()}
+        components = checked_components(score.components)
         reward = float(score.reward)
         if not math.isfinite(reward):
             return Failed(AttemptFailure.BAD_REWARD, f"the environment's reward is {reward}", n_calls)

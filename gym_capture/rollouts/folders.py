@@ -7,13 +7,16 @@ written, nothing waits, and nothing larger than asked for is read. What is not a
 from __future__ import annotations
 
 import errno
+import itertools
 import os
-import shutil
 import stat
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
+from typing import Final
 
+_DEEPEST: Final = 100
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -49,9 +52,12 @@ def write_below(folder: Path, name: str, content: bytes) -> None:
 
 
 def is_larger(folder: Path, *, limit: int) -> bool:
-    """Whether what is below takes more than `limit` bytes, each name counted as some of them."""
+    """Whether what is below takes more than `limit` bytes, each name counted as some of them, or is so deep that nobody
+    could walk through it."""
     total = 0
-    for _, folders, files, fd in os.fwalk(folder):
+    for path, folders, files, fd in os.fwalk(folder):
+        if len(Path(path).relative_to(folder).parts) > _DEEPEST:
+            return True
         for name in (*folders, *files):
             with suppress(FileNotFoundError):
                 total += len(name) + os.lstat(name, dir_fd=fd).st_size
@@ -61,13 +67,50 @@ def is_larger(folder: Path, *, limit: int) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Removes it with all that is below, also where somebody took the right to away. Raises `OSError`."""
-    for path, names, _ in os.walk(folder):
-        for name in names:
-            below = Path(path, name)
-            if not below.is_symlink():
-                below.chmod(stat.S_IRWXU)
-    shutil.rmtree(folder)
+    """Removes it with all that is below, also where somebody took the right to away, however deep. Raises `OSError`.
+
+    A folder that is in another one is moved up first: so none is ever reached by a long way. One that is gone already,
+    by whoever wrote to it, is no error.
+    """
+    if not folder.exists():
+        return
+    moved = uuid.uuid4().hex
+    with _open_folder(folder) as top:
+        full = _emptied(top)
+        for number in itertools.count():
+            if not full:
+                break
+            name = full.pop()
+            with _open_folder(name, within=top) as fd:
+                for below in _emptied(fd):
+                    up = f"{moved}-{number}-{len(full)}"
+                    os.rename(below, up, src_dir_fd=fd, dst_dir_fd=top)
+                    full.append(up)
+            os.rmdir(name, dir_fd=top)
+    os.rmdir(folder)
+
+
+def _emptied(fd: int) -> list[str]:
+    """Removes all from a folder but the folders in it, which are opened to this user, and named."""
+    with os.scandir(fd) as found:
+        entries = list(found)
+    folders = []
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            os.chmod(entry.name, stat.S_IRWXU, dir_fd=fd)
+            folders.append(entry.name)
+        else:
+            os.unlink(entry.name, dir_fd=fd)
+    return folders
+
+
+@contextmanager
+def _open_folder(name: str | Path, *, within: int | None = None) -> Iterator[int]:
+    fd = os.open(name, _FOLDER, dir_fd=within)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 @contextmanager

@@ -260,7 +260,10 @@ async def carry_out(name: str, arguments: str, environment: Environment) -> str:
         return f"Error: the arguments are not valid JSON: {error}"
     if not isinstance(parsed, Mapping):
         return "Error: the arguments must be a JSON object."
-    return await environment.call_tool(name, parsed)
+    text = await environment.call_tool(name, parsed)
+    if not isinstance(text, str):  # else the server would refuse the next call, and be blamed for it
+        raise TypeError(f"call_tool must return a text: got {type(text).__name__}")
+    return text
 
 
 def _echo(message: ChatCompletionMessage) -> dict[str, Any]:

@@ -44,6 +44,8 @@ from gym_capture.rollouts.patience import Patience
 from gym_capture.rollouts.progress import Counting, JobProgress, uncounted
 
 _LONGEST_WAIT_S = 30.0
+_DOUBLED: Final = 60
+"""How often the wait may double: as a number, it has an end."""
 _MOST_ATTEMPTS: Final = 999_999
 """Rollout ids have room for the number of an attempt up to this one."""
 _OF_THE_ROLLOUT: Final = frozenset(
@@ -287,11 +289,11 @@ class JobRun:
     ) -> RolloutRow:
         """Attempts until one succeeds or no more are allowed. `failed`: by reason, those of earlier runs included."""
         while True:
-            await self.outage.over()
+            play = await self.attempts.place()
+            await self.outage.over()  # last: room may come because the graph went
             attempt = ledger.attempts.get(rollout.place, 0) + 1
             before = self._before(rollout, attempt, last_uncut=ledger.last_uncut(rollout.place))
             rollout_id = rollout.attempt_id(attempt)
-            play = await self.attempts.place()
             started_at, clock = time.time(), time.monotonic()
             progress.started(rollout_id)
             known: RolloutCounts | None = None
@@ -307,18 +309,20 @@ class JobRun:
             if not isinstance(outcome.result, Scored):
                 outcome = outcome._replace(result=await self._judged(outcome.result))
             row = _row(rollout, outcome, attempt=attempt, counts=counts, started_at=started_at, wall_s=wall_s)
-            if before.goes_on_from:
-                row = await self._with_replays(row, before.goes_on_from)
             if row.status == "failed":
                 failure = _failure(row)
                 ledger.add_failure(failure)
                 progress.failed(failure)
                 failed[failure.reason] += 1
             if not self._deserves_more(row, failed):
+                if before.goes_on_from:
+                    row = await self._with_replays(row, before.goes_on_from)
                 self.keep(row, outcome)
                 ledger.add_row(row)
                 return row
-            await asyncio.sleep(min(self.options.retry_wait_s * 2 ** (failed.total() - 1), _LONGEST_WAIT_S))
+            await asyncio.sleep(
+                min(self.options.retry_wait_s * 2 ** min(failed.total() - 1, _DOUBLED), _LONGEST_WAIT_S)
+            )
 
     async def _judged(self, failed: Failed) -> Failed:
         """Whose fault it was. Raises `ConfigError` for what every rollout would meet."""

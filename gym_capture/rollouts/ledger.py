@@ -29,7 +29,7 @@ from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
 
-_Row = TypeVar("_Row")
+_Row = TypeVar("_Row", "RolloutRow", "AttemptRow", "FailureRow")
 
 ROWS_FILE: Final = "rollouts.jsonl"
 FAILURES_FILE: Final = "failures.jsonl"
@@ -38,6 +38,8 @@ FORMAT_VERSION: Final = 2
 """Of the directory. Version 1, which did not say so, had one rollout id for all attempts."""
 LOST: Final = frozenset({AttemptFailure.NODE_LOST, AttemptFailure.GRAPH_LOST})
 """Failures of attempts that were lost with what they ran on."""
+_NO_END: Final = LOST | {AttemptFailure.NOT_CLEARED, AttemptFailure.ENVIRONMENT_START}
+"""Failures of attempts whose agent came to no end, or did not begin."""
 _JOB_FILE: Final = "job.json"
 _KEPT: Final = ". The rollouts that were over until now are kept: make room, and start the job again to go on"
 _LONGEST_DIFFERENCE: Final = 200
@@ -161,8 +163,10 @@ class Ledger:
             self.failures = _read(directory / FAILURES_FILE, FailureRow)
             self.attempts: dict[Place, int] = {}
             """The number of the last attempt at each rollout that was begun."""
-            for attempt in _read(directory / ATTEMPTS_FILE, AttemptRow):
-                self.attempts[attempt.place] = max(attempt.attempt, self.attempts.get(attempt.place, 0))
+            begun: list[AttemptRow] = _read(directory / ATTEMPTS_FILE, AttemptRow)
+            numbered: list[AttemptRow | FailureRow | RolloutRow] = [*begun, *self.failures, *self.rows.values()]
+            for each in numbered:  # should one file be lost, no number comes twice
+                self.attempts[each.place] = max(each.attempt, self.attempts.get(each.place, 0))
             self._failed = {(failure.place, failure.attempt): failure.reason for failure in self.failures}
         except BaseException:
             self._close()
@@ -192,10 +196,10 @@ class Ledger:
         self._failed[failure.place, failure.attempt] = failure.reason
 
     def last_uncut(self, place: Place) -> int:
-        """The number of the last attempt at a rollout that came to an end of its own; 0: none did. Those after it were
-        cut: with the job, or with the node or the graph that they were played on."""
+        """The number of the last attempt at a rollout whose agent came to an end; 0: none did. Those after it were cut,
+        with the job, or with the node or the graph that they were played on; or their agent did not even begin."""
         attempt = self.attempts.get(place, 0)
-        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in LOST:  # no row: no end
+        while attempt and self._failed.get((place, attempt), AttemptFailure.NODE_LOST) in _NO_END:  # no row: no end
             attempt -= 1
         return attempt
 
@@ -255,6 +259,13 @@ class Ledger:
     def _check_job(self, job: Mapping[str, Any]) -> None:
         found = read_job(self._directory)
         if found is None:
+            for name in (ROWS_FILE, ATTEMPTS_FILE):
+                path = self._directory / name
+                if path.is_file() and path.stat().st_size:
+                    raise ConfigError(
+                        f"{self._directory} holds {name} and no {_JOB_FILE}: nobody knows which job that is of; "
+                        "bring that back, or choose another directory with --out"
+                    )
             kept = {"format_version": FORMAT_VERSION, **job}
             text = json.dumps(kept, indent=2, sort_keys=True, default=str) + "\n"
             replace_file(self._directory / _JOB_FILE, text.encode())
@@ -379,7 +390,10 @@ def _read(path: Path, make: Callable[..., _Row]) -> list[_Row]:
     rows = []
     for number, line in enumerate(whole.splitlines(), start=1):
         try:
-            rows.append(make(**json.loads(line)))
+            row = make(**json.loads(line))
+            if not isinstance(row.task_id, str) or (type(row.sample), type(row.attempt)) != (int, int):
+                raise TypeError("task_id must be a string, sample and attempt whole numbers")
+            rows.append(row)
         except (ValueError, TypeError, RecursionError) as error:
             raise RecordError(f"{path}, line {number}: cannot be read: {error}", field=f"line {number}") from None
     return rows

@@ -203,7 +203,7 @@ class JobProgress:
         )
 
     def _count(self, row: RolloutRow) -> None:
-        if row.reward is None or (row.recorded is not None and row.recorded["flaws"]):
+        if row.reward is None or (row.recorded is not None and row.recorded.get("flaws")):
             self._masked.add(row.rollout_id)
         if row.reward is None:
             self._failed += 1

@@ -74,3 +74,25 @@ def test_removing_follows_no_link(folder: Path) -> None:
     assert not folder.exists()
     assert (outside / "secret").exists()
     assert outside.stat().st_mode & 0o777 == 0o750
+
+
+def test_a_tree_that_is_too_deep_to_walk_through_is_too_large_and_removed(folder: Path) -> None:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        for _ in range(3000):
+            Path("in").mkdir()
+            Path("beside").mkdir()
+            Path("file").touch()
+            Path("beside").chmod(0)
+            os.chdir("in")
+    finally:
+        os.chdir(before)
+    assert is_larger(folder, limit=1 << 30)
+    remove(folder)
+    assert not folder.exists()
+    assert (folder.parent / "outside" / "secret").exists()
+
+
+def test_what_is_gone_need_not_be_removed(folder: Path) -> None:
+    remove(folder / "never-made")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 from pathlib import Path
 
@@ -140,6 +141,41 @@ def test_a_damaged_line_is_an_error_that_names_it(tmp_path: Path, file: str, lin
         damaged.write(f"{line}\n")
     with pytest.raises(RecordError, match=f"{file}, line 2"):
         Ledger(tmp_path, JOB)
+
+
+@pytest.mark.parametrize("name", ["task_id", "sample", "attempt"])
+async def test_a_line_that_says_of_no_rollout_which_it_is_is_damaged(tmp_path: Path, name: str) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        await ledger.begin(began(1))
+    begun = json.loads((tmp_path / ATTEMPTS_FILE).read_text())
+    (tmp_path / ATTEMPTS_FILE).write_text(json.dumps({**begun, name: ["t"]}) + "\n")
+    with pytest.raises(RecordError, match=f"{ATTEMPTS_FILE}, line 1: cannot be read: task_id must be"):
+        Ledger(tmp_path, JOB)
+
+
+def test_no_number_of_an_attempt_comes_twice_should_the_file_of_them_be_lost(tmp_path: Path) -> None:
+    with Ledger(tmp_path, JOB) as ledger:
+        ledger.add_failure(failure(4))
+        ledger.add_row(row(1))
+    (tmp_path / ATTEMPTS_FILE).unlink()
+    with Ledger(tmp_path, JOB) as ledger:
+        assert ledger.attempts == {("t", 0): 4, ("t", 1): 1}
+
+
+async def test_rows_of_nobody_knows_which_job_count_for_none(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "rows", JOB) as ledger:
+        ledger.add_row(row(0))
+    with Ledger(tmp_path / "attempts", JOB) as ledger:
+        await ledger.begin(began(1))
+    with Ledger(tmp_path / "neither", JOB):
+        pass
+    for directory in ("rows", "attempts", "neither"):
+        (tmp_path / directory / "job.json").unlink()
+    for directory in ("rows", "attempts"):
+        with pytest.raises(ConfigError, match=r"and no job\.json: nobody knows which job that is of"):
+            Ledger(tmp_path / directory, JOB)
+    with Ledger(tmp_path / "neither", JOB):
+        pass
 
 
 def test_forgotten_rows_leave_the_file_and_the_others_stay(tmp_path: Path) -> None:

@@ -12,11 +12,12 @@ from aiohttp import web
 
 from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
-from gym_capture.rollouts.attempt import Outcome, Play
+from gym_capture.rollouts.attempt import Outcome, Play, Scored
 from gym_capture.rollouts.environment import Register, Task
-from gym_capture.rollouts.harness import Failed, tool_loop
+from gym_capture.rollouts.harness import Completed, Failed, tool_loop
 from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
 from gym_capture.rollouts.on_graph import play_on_graph
+from gym_capture.rollouts.outage import Outage
 from tests.rollouts.nodes import until
 from tests.rollouts.scripted_server import Call, Server, serving, solve
 
@@ -85,6 +86,62 @@ async def test_a_failure_while_the_graph_is_well_counts(tmp_path: Path) -> None:
         summary = await play(server, tmp_path, [], max_attempts=2)
     assert summary.failures == {AttemptFailure.SERVER_ERROR: 12}
     assert summary.failed == 6
+
+
+async def test_what_waits_for_room_does_not_begin_when_room_comes_because_the_graph_went(tmp_path: Path) -> None:
+    """On a cluster that has room for one attempt at a time."""
+    is_well, asked, playing = False, asyncio.Event(), 0
+
+    async def looks() -> bool:
+        asked.set()
+        return is_well
+
+    class OneAtATime:
+        left_running = 0
+
+        def __init__(self) -> None:
+            self.room = asyncio.Semaphore(1)
+
+        async def place(self) -> Play:
+            await self.room.acquire()
+            return self._play
+
+        async def _play(self, rollout_id: str, task: Task, *, before: Any = None) -> Outcome:
+            nonlocal playing
+            playing += 1
+            try:
+                if is_well:
+                    scored = Scored(answer="", n_calls=1, reward=1.0, components={}, completed=Completed("", 1))
+                    return Outcome(scored, None)
+                return Outcome(Failed(AttemptFailure.CONNECTION, "gone"), None)
+            finally:
+                self.room.release()
+
+    job = JobRun(
+        tasks=Register.tasks(1),
+        options=JobOptions(job_id="job", samples=3, concurrency=3, retry_wait_s=0, max_attempts=1),
+        attempts=OneAtATime(),
+        settings={},
+        directory=tmp_path,
+        outage=Outage(looks, asked_every_s=0.01),
+    )
+    async with asyncio.timeout(60):
+        running = asyncio.create_task(job.run())
+        for _ in range(3):  # asked again and again: by now each could have begun
+            asked.clear()
+            await asked.wait()
+        assert playing == 1
+        is_well = True
+        summary = await running
+    assert (summary.finished, summary.failures) == (3, {AttemptFailure.GRAPH_LOST: 1})
+
+
+async def test_a_wait_that_has_doubled_very_often_has_an_end(tmp_path: Path) -> None:
+    runner = Losing(AttemptFailure.EXCEPTION)
+    options = JobOptions(job_id="job", samples=1, retry_wait_s=0.0, max_attempts=1100)
+    job = JobRun(tasks=Register.tasks(1), options=options, attempts=runner, settings={}, directory=tmp_path)
+    assert (await job.run()).failed == 1
+    assert runner.played == 1100
 
 
 class Losing:

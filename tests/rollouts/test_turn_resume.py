@@ -213,6 +213,45 @@ async def test_an_attempt_that_was_cut_while_it_repeated_loses_nothing(
         assert await server.replica.state.store.rollout_ids() == ["job.task.0-a3"]
 
 
+async def test_an_attempt_that_was_lost_while_it_repeated_loses_nothing(
+    template: HfChatTemplate, tmp_path: Path
+) -> None:
+    """In one run of the job: the records of the attempts before are there until the rollout is over."""
+    async with served(template, tmp_path) as server:
+        await server.cut(3)
+
+        async def lost_once(agent: Agent) -> Ended:
+            if agent.rollout_id.endswith("-a2"):
+                await makes(1, agent)
+                return Failed(AttemptFailure.NODE_LOST, "gone")
+            return await makes(4, agent)
+
+        (row,) = (await server.play(lost_once)).rows
+        assert (row.attempt, row.replayed_calls, row.diverged_at, server.generated) == (3, 3, None, 4)
+        assert await server.replica.state.store.rollout_ids() == ["job.task.0-a3"]
+
+
+@pytest.mark.parametrize("step", ["clear", "reset"])
+async def test_an_attempt_that_failed_before_its_agent_began_is_none_that_came_to_an_end(
+    template: HfChatTemplate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """What was cut before it is as good as it was."""
+    async with served(template, tmp_path) as server:
+        await server.cut(2)
+        fails = iter([True])
+        owner = {"clear": server.fence, "reset": Rewards}[step]
+        original = getattr(owner, step)
+
+        async def fails_once(*args: Any) -> Any:
+            if next(fails, False):
+                raise StoreUnavailableError("down")
+            return await original(*args)
+
+        monkeypatch.setattr(owner, step, fails_once)
+        (row,) = (await server.play(partial(makes, 3))).rows
+        assert (row.attempt, row.replayed_calls, server.generated) == (3, 2, 3)
+
+
 async def test_an_agent_that_asks_otherwise_is_answered_live_and_that_is_said(
     template: HfChatTemplate, tmp_path: Path
 ) -> None:
