@@ -229,13 +229,13 @@ def _asking(address: str | None) -> Iterator[Any]:
     """A client of the cluster's dashboard. What goes wrong with it, here or in the block, is a `ConfigError`."""
     import aiohttp
     import requests
-    from ray._private.runtime_env import packaging
     from ray.dashboard.modules.dashboard_sdk import SubmissionClient
     from ray.exceptions import AuthenticationError, RayError
     from ray.job_submission import JobSubmissionClient
 
-    for module in (SubmissionClient.__module__, packaging.__name__):  # which tell of each step, good or not
-        logging.getLogger(module).setLevel(logging.WARNING)
+    # They tell of each step that went well. The second is private: by its name alone, which may change without harm.
+    for name in (SubmissionClient.__module__, "ray._private.runtime_env.packaging"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         if address is not None and os.environ.get(name, address) != address:
             raise ConfigError(f"{name} is {os.environ[name]}, which Ray takes instead of --address {address}: unset it")
