@@ -7,7 +7,7 @@ running.
 Flow: a benchmark's JSON lines go to stdout as they come -> a table of all of them, with the targets, goes to stderr ->
 exit code 1 if a target is missed or a benchmark failed, 130 if it was interrupted.
 
-    python -m benchmarks [--quick] [core files jobs data_job store state mirrored trainer scale ...]
+    python -m benchmarks [--quick] [core files jobs data_job bridge store state mirrored trainer scale ...]
 
 `--quick` is a look at whether all of it runs, with loads too small for the figures to mean much.
 """
@@ -59,6 +59,7 @@ BENCHMARKS: Final = (
     Benchmark("files", 900),
     Benchmark("jobs", 600, quick=("--rollouts", "40", "--many", "1200", "--groups", "20")),
     Benchmark("data_job", 3600, quick=("--rollouts", "2000", "--long", "64")),
+    Benchmark("bridge", 600, quick=("--groups", "32", "--turns", "1")),
     Benchmark("store", 600),
     Benchmark("state", 1200),
     Benchmark("mirrored", 600),

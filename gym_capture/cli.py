@@ -49,6 +49,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("export", "export", "Export built trajectories to the files that a trainer reads."),
     Command("train", "train", "Train the reference GRPO trainer over built trajectories, with checkpoints."),
     Command("train-step", "train_step", "Train one step of the reference GRPO trainer on built trajectories."),
+    Command("verify-logprobs", "verify_logprobs", "Score recorded generations again, and name the calls that differ."),
     Command("model", "model", "Prepare a small model folder from a package, without a hub."),
     Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
     Command("records", "records", "List, verify and export the records that a graph keeps.", is_group=True),

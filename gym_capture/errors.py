@@ -21,7 +21,8 @@ built (`data.groups`), and where weights are changed, of which the others must h
     │   ├── StaleSnapshotError     drop() named a version that is no longer current
     │   ├── CorruptLogError        a log fails its checksum in the middle, or its header is not one that is read
     │   └── StoreUnavailableError  retryable: the store (or its actor) cannot answer now
-    │       └── StoreOverloadedError   ...because too many records wait to become durable
+    │       ├── StoreOverloadedError   ...because too many records wait to become durable
+    │       └── StreamLostError        ...for longer than a restart takes: a stream of its groups ends
     ├── RequestError               the client's fault
     │   ├── InvalidRequestError    malformed or unsupported: names the parameter
     │   │   └── TemplateError      the chat template refuses the conversation (`gym_capture.splice.template`)
@@ -142,6 +143,10 @@ class StoreUnavailableError(StoreError):
 
 class StoreOverloadedError(StoreUnavailableError):
     """Too many records wait to become durable for another call to begin; those of calls under way are still taken."""
+
+
+class StreamLostError(StoreUnavailableError):
+    """Where a stream of groups comes from is gone. What was handed out is whole; it can go on from its position."""
 
 
 class RequestError(GymCaptureError):

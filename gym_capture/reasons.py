@@ -569,6 +569,37 @@ class LeftOutReason(Reason):
     )
 
 
+class NotRescoredReason(Reason):
+    """Why recorded log probabilities were not compared with those of a model."""
+
+    NO_WEIGHTS = (
+        "no_weights",
+        "There is no model folder of the version that sampled them.",
+        "Name it: `--model VERSION=FOLDER`.",
+    )
+    SAMPLING_UNKNOWN = (
+        "sampling_unknown",
+        "It is not on record how they were sampled.",
+        "Nothing; records of this version say it.",
+    )
+    PENALTIES = (
+        "penalties",
+        "They were sampled with penalties, which depend on more than the ids before them.",
+        "Pin the penalties away in the graph (`sampling_pin`), for training too.",
+    )
+    NO_LOG_PROB = ("no_log_prob", "No log probability is known of one of them.", "Look into how they were recorded.")
+    PROMPT_UNKNOWN = (
+        "prompt_unknown",
+        "The call's whole prompt is not known: the record of its parent is not there.",
+        "`gym-capture records verify` says what is damaged.",
+    )
+    PAST_CONTEXT = (
+        "past_context",
+        "The engine's context has no room for them.",
+        "Give the engine a larger `max_model_len` (`--engine-args`).",
+    )
+
+
 class Kind(NamedTuple):
     """Reasons that are found in one place."""
 
@@ -594,6 +625,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind("request_rule", "Rules for requests", "a record's `normalized`, `/stats` (`rules`)", RequestRule),
     Kind("attempt", "Failed attempts", "`rollouts.jsonl`, `mask_reasons` (behind `incomplete`)", AttemptFailure),
     Kind("left_out", "Rollouts that a step left out", "`train`, `train-step` (`left out`)", LeftOutReason),
+    Kind("not_rescored", "Log probabilities that were not checked", "`verify-logprobs`", NotRescoredReason),
 )
 
 

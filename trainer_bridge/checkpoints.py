@@ -18,6 +18,7 @@ import os
 import re
 import shutil
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -43,6 +44,8 @@ class Progress:
     """Steps made."""
     groups_trained: int = 0
     """Groups of the stream that went into them, left-out ones included: where to go on."""
+    position: Mapping[str, Any] | None = None
+    """`Position.as_json` of a `GroupStream`; None: the groups were of none."""
 
 
 def write(

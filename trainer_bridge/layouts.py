@@ -49,10 +49,11 @@ class MicroBatch:
 
 def lay_out(rows: Sequence[Row], layout: Layout, *, tokens: int, pad_id: int) -> tuple[MicroBatch, ...]:
     """The micro-batches of `rows`, of at most `tokens` ids, padding included, wherever a row is not longer."""
+    sizes = [row.token_ids.size for row in rows]
     if layout == "padded":
-        return tuple(_padded(some, pad_id) for some in _of_one_length(rows, tokens))
+        return tuple(_padded([rows[index] for index in some], pad_id) for some in of_one_length(sizes, tokens))
     if layout == "packed":
-        return tuple(_sequence(some, [0] * len(some)) for some in _best_fit(rows, tokens))
+        return tuple(_sequence([rows[index] for index in some], [0] * len(some)) for some in best_fit(sizes, tokens))
     return tuple(_sequence(some, shared) for some, shared in _trees(rows, tokens))
 
 
@@ -62,23 +63,25 @@ def packing(micro_batches: Sequence[MicroBatch], tokens: int) -> float:
     return sum(min(each.row_tokens, each.input_ids_B_T.numel()) for each in micro_batches) / room if room else 1.0
 
 
-def _of_one_length(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Longest first, so that rows of about one length are padded together."""
-    filled: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: -row.token_ids.size):
-        if filled and filled[-1][0].token_ids.size * (len(filled[-1]) + 1) <= tokens:
+def of_one_length(sizes: Sequence[int], tokens: int) -> list[list[int]]:
+    """Which rows, of so many ids each, go together: longest first, so that rows of about one length are padded
+    together, to at most `tokens` ids."""
+    filled: list[list[int]] = []
+    for row in _longest_first(sizes):
+        if filled and sizes[filled[-1][0]] * (len(filled[-1]) + 1) <= tokens:
             filled[-1].append(row)
         else:
             filled.append([row])
     return filled
 
 
-def _best_fit(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
-    """Longest first, each where it leaves least room (best-fit decreasing: at most 11/9 of the fewest possible)."""
-    filled: list[list[Row]] = []
+def best_fit(sizes: Sequence[int], tokens: int) -> list[list[int]]:
+    """Which rows, of so many ids each, go together: longest first, each where it leaves least room of `tokens` ids
+    (best-fit decreasing: at most 11/9 of the fewest possible)."""
+    filled: list[list[int]] = []
     room: list[tuple[int, int]] = []  # what is left, and of which; ascending
-    for row in sorted(rows, key=lambda row: -row.token_ids.size):
-        size = row.token_ids.size
+    for row in _longest_first(sizes):
+        size = sizes[row]
         place = bisect.bisect_left(room, (size, -1))
         if place < len(room):
             left, index = room.pop(place)
@@ -88,6 +91,10 @@ def _best_fit(rows: Sequence[Row], tokens: int) -> list[list[Row]]:
         filled[index].append(row)
         bisect.insort(room, (left - size, index))
     return filled
+
+
+def _longest_first(sizes: Sequence[int]) -> list[int]:
+    return sorted(range(len(sizes)), key=lambda row: -sizes[row])
 
 
 def _trees(rows: Sequence[Row], tokens: int) -> list[tuple[list[Row], list[int]]]:

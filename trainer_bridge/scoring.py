@@ -37,6 +37,13 @@ class Scorer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """float32 [N] and [N]: log probabilities of the trained tokens; the entropies where each was drawn, without a
         gradient, or None."""
+        logits_U_V, u_N = self.distributions(micro_batch, temperature_N)
+        normalizer_U = torch.logsumexp(logits_U_V, dim=-1)
+        log_prob_N = logits_U_V[u_N, micro_batch.target_N.to(u_N.device)] - normalizer_U[u_N]
+        return log_prob_N, _entropies(logits_U_V.detach(), normalizer_U.detach())[u_N] if entropy else None
+
+    def distributions(self, micro_batch: MicroBatch, temperature_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [U, V] and int64 [N]: logits over their temperature, and which of them predicts each token."""
         device = self.model.device
         row_N, predictor_N = micro_batch.row_N.to(device), micro_batch.predictor_N.to(device)
         temperature_N = temperature_N.to(device)
@@ -53,9 +60,7 @@ class Scorer:
         temperature_U = drawn_U_3[:, 2].float()
         if not bool((temperature_U == 1.0).all()):
             logits_U_V = logits_U_V / temperature_U[:, None]
-        normalizer_U = torch.logsumexp(logits_U_V, dim=-1)
-        log_prob_N = logits_U_V[u_N, micro_batch.target_N.to(device)] - normalizer_U[u_N]
-        return log_prob_N, _entropies(logits_U_V.detach(), normalizer_U.detach())[u_N] if entropy else None
+        return logits_U_V, u_N
 
     def _forward(self, micro_batch: MicroBatch, kept_K: torch.Tensor) -> torch.Tensor:
         device = self.model.device

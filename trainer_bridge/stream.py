@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.dataset
+import pyarrow.fs
 import pyarrow.parquet as pq
 
 from gym_capture.build.trajectories import Span
@@ -35,7 +36,7 @@ TRAIN_COLUMNS: Final = (
     *("span_sampling", "sample", "attempt", "call_rewards"),
 )
 """The columns of a table of trajectories that a training loop reads."""
-_MAY_LACK: Final = frozenset({"truncated", "span_sampling", "sample", "attempt", "call_rewards"})
+MAY_LACK: Final = frozenset({"truncated", "span_sampling", "sample", "attempt", "call_rewards"})
 """Columns that can be done without, in tables that were built before them."""
 
 
@@ -100,15 +101,8 @@ def parquet_batches(
     """
     dataset = _dataset(directory)
     for path in sorted(dataset.files):
-        with _opened(dataset, path) as file:
-            lacking = [name for name in columns if name not in {*file.schema_arrow.names, *_MAY_LACK}]
-            if lacking:
-                raise RecordError(
-                    f"{path} has no column {lacking[0]!r}: it was built by an earlier version; build it again",
-                    field=lacking[0],
-                )
-            present = [name for name in columns if name in file.schema_arrow.names]
-            yield from file.iter_batches(rows_per_batch, columns=present)
+        with opened(dataset.filesystem, path) as file:
+            yield from file.iter_batches(rows_per_batch, columns=present(file, path, columns))
 
 
 def count_rows(directory: str | Path) -> int:
@@ -116,7 +110,7 @@ def count_rows(directory: str | Path) -> int:
     dataset = _dataset(directory)
     rows = 0
     for path in dataset.files:
-        with _opened(dataset, path) as file:
+        with opened(dataset.filesystem, path) as file:
             rows += file.metadata.num_rows
     return rows
 
@@ -127,24 +121,42 @@ def _dataset(directory: str | Path) -> pa.dataset.FileSystemDataset:
     except FileNotFoundError:
         raise ConfigError(f"{directory} does not exist: build trajectories into it first") from None
     except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{directory} is not a directory of Parquet files: {_one_line(error)}") from None
+        raise ConfigError(f"{directory} is not a directory of Parquet files: {one_line(error)}") from None
     if not dataset.files:
         raise ConfigError(f"{directory} has no Parquet files: build trajectories into it first")
     return dataset
 
 
 @contextmanager
-def _opened(dataset: pa.dataset.FileSystemDataset, path: str) -> Iterator[pq.ParquetFile]:
+def opened(filesystem: pa.fs.FileSystem, path: str) -> Iterator[pq.ParquetFile]:
+    """A file of trajectories. Raises `ConfigError` for one that cannot be read, and what `check_schema` raises; both
+    name the file."""
     try:
-        with dataset.filesystem.open_input_file(path) as source:
+        with filesystem.open_input_file(path) as source:
             file = pq.ParquetFile(source)
-            check_schema(file.schema_arrow)
+            try:
+                check_schema(file.schema_arrow)
+            except RecordError as error:
+                raise type(error)(f"{path}: {error.message}", field=error.field) from None
             yield file
     except (pa.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{path} cannot be read: {_one_line(error)}") from None
+        raise ConfigError(f"{path} cannot be read: {one_line(error)}") from None
 
 
-def _one_line(error: Exception) -> str:
+def present(file: pq.ParquetFile, path: str, columns: Sequence[str]) -> list[str]:
+    """The `columns` that a file has. Raises `RecordError` if it lacks one that cannot be done without."""
+    names = file.schema_arrow.names
+    lacking = [name for name in columns if name not in {*names, *MAY_LACK}]
+    if lacking:
+        raise RecordError(
+            f"{path} has no column {lacking[0]!r}: it was built by an earlier version; build it again",
+            field=lacking[0],
+        )
+    return [name for name in columns if name in names]
+
+
+def one_line(error: Exception) -> str:
+    """What a library says, for a message of one line."""
     return " ".join(str(error).split())
 
 
@@ -190,7 +202,7 @@ def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterat
 
 def _rows(batch: Batch, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
     # Lists of ids become arrays, all else is small.
-    present = [name for name in columns if name in batch.schema.names or name not in _MAY_LACK]
+    present = [name for name in columns if name in batch.schema.names or name not in MAY_LACK]
     batch = conformed(batch.select(present))
     arrays = {name: batch.column(name) for name in ("token_ids", "loss_mask", "log_probs")}
     others = [name for name in present if name not in arrays]

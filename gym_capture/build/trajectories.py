@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from gym_capture.build.sampling import Sampling, sampling_of
 from gym_capture.capture.records import IdArray, LogProbArray, TokenEntry
+from gym_capture.capture.sampling_masks import are_ids, joined
 from gym_capture.reasons import MaskReason, join_reason
 
 
@@ -56,7 +57,7 @@ class Trajectory:
     routed_experts: npt.NDArray[Any] | None = None
     """[T - 1 or T, layers, topk]. Row t is what the id at t was routed to when it was first run; None: not recorded."""
     sampling_mask: npt.NDArray[Any] | None = None
-    """[L, ...]. One row for each id with loss, in order; None: not recorded."""
+    """[L, ...]. One row for each id with loss, in order (`capture.sampling_masks`); None: not recorded."""
 
     @property
     def generated_tokens(self) -> int:
@@ -184,8 +185,13 @@ def _uneven(field: str, arrays: Sequence[tuple[str, npt.NDArray[Any] | None]]) -
     return [
         join_reason(MaskReason.UNEVEN_ROWS, call_id, field)
         for call_id, array in arrays
-        if array is None or array.shape[1:] != expected.shape[1:] or array.dtype != expected.dtype
+        if array is None or _axes(array) != _axes(expected)
     ]
+
+
+def _axes(array: npt.NDArray[Any]) -> tuple[object, ...]:
+    """What must be equal in arrays that are joined. Masks of ids are made as wide as the widest."""
+    return (array.dtype, array.ndim) if are_ids(array) else (array.dtype, array.shape[1:])
 
 
 def _routed_experts(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
@@ -199,14 +205,9 @@ def _routed_experts(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
         end = min(len(experts), segment.entry.cum_len)
         rows.append(experts[begin:end])
         begin = max(begin, end)
-    joined: npt.NDArray[Any] = np.concatenate(rows)
-    return joined
+    together: npt.NDArray[Any] = np.concatenate(rows)
+    return together
 
 
 def _sampling_mask(segments: Sequence[Segment]) -> npt.NDArray[Any] | None:
-    rows = [segment.entry.policy.sampling_mask for segment in segments if segment.owns_loss]
-    present = [row for row in rows if row is not None]
-    if not present:
-        return None
-    joined: npt.NDArray[Any] = np.concatenate(present)
-    return joined
+    return joined(segment.entry.policy.sampling_mask for segment in segments if segment.owns_loss)

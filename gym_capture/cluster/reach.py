@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from typing import Final
+from urllib.parse import urlsplit
 
 from ray._private.services import canonicalize_bootstrap_address
 
@@ -22,8 +23,8 @@ def check_reachable(address: str | None) -> None:
     where = canonicalize_bootstrap_address(address)
     if where is None:
         return
-    host, _, port = where.rpartition(":")
+    there = urlsplit(f"//{where}")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWERS_WITHIN_S).close()
+        socket.create_connection((there.hostname, there.port), timeout=_ANSWERS_WITHIN_S).close()
     except OSError as error:
         raise ConnectionError(f"nothing answers at {where} ({error.strerror or error})") from None

@@ -73,7 +73,7 @@ def list_(directory: Directory, as_json: AsJson = False) -> None:
     On a terminal a table; in a pipe or a file these columns, named in the first line, with tabs between. Totals go to
     stderr.
     """
-    logs = _scan(directory)
+    logs = scan_logs(directory)
     total = sum(len(log.report.rollouts) for log in logs)
     on_terminal = Console().is_terminal
     table = Table()
@@ -82,7 +82,7 @@ def list_(directory: Directory, as_json: AsJson = False) -> None:
         typer.echo("\t".join(columns))
     for column in columns:
         table.add_column(column, justify="right" if column in ("calls", "generated ids", "version") else "left")
-    for snapshot in _with_progress(_snapshots(logs), total, "reading"):
+    for snapshot in _with_progress(live_snapshots(logs), total, "reading"):
         row = _row(snapshot)
         numbers = [row[name] for name in ("calls", "generated_ids", "version")]
         reasons = [_counted(snapshot.incomplete), _counted(problem.reason for problem in snapshot.problems)]
@@ -146,11 +146,11 @@ def export(
     """Write live rollouts as files. Prompts are written without the ids that the call before holds."""
     from gym_capture.data.record_files import open_files
 
-    logs = _scan(directory)
+    logs = scan_logs(directory)
     wanted = _wanted(logs, rollouts)
     counts: Counter[str] = Counter()
     with open_files(format_, out, overwrite=overwrite) as files:
-        for snapshot in _with_progress(_snapshots(logs, wanted), len(wanted), "exporting"):
+        for snapshot in _with_progress(live_snapshots(logs, wanted), len(wanted), "exporting"):
             files.add(snapshot)
             row = _row(snapshot)
             counts.update({name: row[name] for name in ("calls", "generated_ids")})
@@ -185,7 +185,7 @@ def _is_log(path: Path) -> bool:
         return False
 
 
-def _scan(directory: Path) -> list[_Log]:
+def scan_logs(directory: Path) -> list[_Log]:
     logs = []
     for path in log_directories(directory):
         try:
@@ -195,7 +195,7 @@ def _scan(directory: Path) -> list[_Log]:
     return logs
 
 
-def _snapshots(logs: Sequence[_Log], wanted: Iterable[str] | None = None) -> Iterator[Snapshot]:
+def live_snapshots(logs: Sequence[_Log], wanted: Iterable[str] | None = None) -> Iterator[Snapshot]:
     """The live rollouts, or those of them that are wanted. Those that go away meanwhile are left out."""
     chosen = None if wanted is None else set(wanted)
     for log in logs:

@@ -74,6 +74,26 @@ async def log_probs_align(engine: Engine) -> None:
             expect(all(math.isfinite(value) and value <= 0 for value in values), f"no log probabilities: {values}")
 
 
+async def arrays_beside_ids_align(engine: Engine) -> None:
+    """Where there is a sampling mask, it has a row with the sampled id for each id; routed experts, on the last chunk
+    alone, a row for each id that was run."""
+    for stream in (False, True):
+        prompt = _prompt(engine)
+        chunks = await _chunks(_generation(engine, prompt, stream=stream))
+        for chunk in chunks:
+            mask = chunk.sampling_mask
+            if mask is not None:
+                expect_equal(mask.dtype, np.dtype(np.int32), "dtype of the sampling mask")
+                expect_equal(len(mask), chunk.token_ids.size, "rows of the sampling mask")
+                expect(bool((mask == chunk.token_ids[:, None]).any(axis=1).all()), "a mask without the sampled id")
+        expect(all(chunk.routed_experts is None for chunk in chunks[:-1]), "routed experts before the last chunk")
+        experts = chunks[-1].routed_experts
+        if experts is not None:
+            expect_equal(experts.ndim, 3, "axes of routed experts")
+            needed = prompt.size + len(_ids(chunks)) - 1
+            expect(len(experts) >= needed, f"{len(experts)} rows of routed experts, where {needed} ids were run")
+
+
 async def ids_are_of_the_model(engine: Engine) -> None:
     """Generated ids are those of the model's vocabulary."""
     ids = _ids(await _chunks(_generation(engine)))
@@ -256,6 +276,7 @@ ENGINE_CHECKS: Final[Mapping[str, EngineCheck]] = {
     for check in (
         prompt_is_reported,
         log_probs_align,
+        arrays_beside_ids_align,
         ids_are_of_the_model,
         shown_log_probs_align,
         finish_reason_comes_once,

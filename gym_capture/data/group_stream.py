@@ -1,19 +1,20 @@
-"""Groups of a rollout job that are built while it runs: what a trainer consumes as it goes.
+"""Groups that are built while their rollouts are still played: what a trainer consumes as it goes.
 
 Invariant: a group is built once, as soon as all of its rollouts are over, and never before: its advantages compare
 the whole group. Its rows are those that a build of the whole job gives (`parts`). What ends the job ends the stream,
 after the groups that were complete by then; what ends the stream ends the job.
 
 Flow: the job tells of each rollout that is over -> its group is complete -> a thread, with a `TokenSource` of its own,
-freezes, builds and compares it -> `stream_groups` hands it out, or `group_files` writes it.
+freezes, builds and compares it (`BuildThread`) -> `stream_groups` hands it out, or `group_files` writes it. Where no
+job tells, `recorded_groups` asks what is on record.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
@@ -24,7 +25,7 @@ from gym_capture.data.groups import RolloutSummary
 from gym_capture.data.parts import Part, RowOptions, Unwatched, WorkerSource, built_part
 from gym_capture.data.requests import Request, read_group
 from gym_capture.data.sources import SourceSpec
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, StoreUnavailableError, StreamLostError
 
 _T = TypeVar("_T")
 
@@ -53,15 +54,66 @@ async def stream_groups(
 
     A group is built when it is asked for, so a slow trainer holds up nothing and one group is in memory. To leave the
     loop - within `contextlib.aclosing` - cancels the job. Raises what `play` raises, `ConfigError` for a source that
-    cannot be opened, and `StoreUnavailableError` if it is down for longer than a restart takes.
+    cannot be opened, and `StreamLostError` if it is down for longer than a restart takes.
     """
-    rows = options or RowOptions()
-    async with complete_groups(play, group_size=group_size) as complete, BuildThread(source) as thread:
-        number = 0
+    async with BuildThread(source, options) as thread, aclosing(played_groups(play, thread, group_size)) as groups:
+        async for group in groups:
+            yield group
+
+
+async def played_groups(
+    play: Play, thread: BuildThread, group_size: int, *, settled: Set[str] = frozenset()
+) -> AsyncGenerator[BuiltGroup]:
+    """As `stream_groups`, on a thread that outlives it. Groups of the ids `settled` are not built."""
+    async with complete_groups(play, group_size=group_size) as complete:
         while (group := await complete.get()) is not None:
-            part = Part(number=number, groups=(group,))
-            yield await thread.run(partial(_built, part, options=rows))
-            number += 1
+            if group[0].group_id not in settled:
+                yield await thread.build(group)
+
+
+class BuildThread:
+    """One thread, and its source, for the time of a job. The loop that plays goes on while it builds."""
+
+    def __init__(self, source: SourceSpec, options: RowOptions | None = None) -> None:
+        self._source = WorkerSource(source)
+        self._options = options or RowOptions()
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="build-groups")
+        self._built = 0
+
+    async def run(self, work: Callable[[WorkerSource], _T]) -> _T:
+        """The result of `work` on the source."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
+
+    async def build(self, group: tuple[Request, ...]) -> BuiltGroup:
+        """Raises `ConfigError` for a source that cannot be opened, `StreamLostError` for one that is gone."""
+        part = Part(number=self._built, groups=(group,))
+        self._built += 1
+        return await answered(self.run(partial(_built, part, options=self._options)))
+
+    async def close(self) -> None:
+        """Behind what it is at."""
+        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._source.__exit__)
+        self._executor.shutdown(wait=False)
+        await closing
+
+    async def __aenter__(self) -> BuildThread:
+        # What pyarrow loads for its first list takes long: better while agents play than while a group waits.
+        self._executor.submit(pa.array, [[0]])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+
+async def answered(answer: Awaitable[_T]) -> _T:
+    """The answer. Raises `StreamLostError` where the source cannot give one any more."""
+    try:
+        return await answer
+    except StoreUnavailableError as error:
+        raise StreamLostError(
+            f"the graph of this stream is gone: {error.message}. What was trained and saved stays so; once the graph "
+            "serves again, go on from the position of the last checkpoint"
+        ) from error
 
 
 def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGroup:
@@ -71,28 +123,6 @@ def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGro
         summaries += some
         tables.append(table)
     return BuiltGroup(group_id=part.groups[0][0].group_id, summaries=tuple(summaries), table=pa.concat_tables(tables))
-
-
-class BuildThread:
-    """One thread, and its source, for the time of a job. The loop that plays goes on while it builds."""
-
-    def __init__(self, source: SourceSpec) -> None:
-        self._source = WorkerSource(source)
-        self._executor = ThreadPoolExecutor(1, thread_name_prefix="build-groups")
-
-    async def run(self, work: Callable[[WorkerSource], _T]) -> _T:
-        """The result of `work` on the source."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work, self._source)
-
-    async def __aenter__(self) -> BuildThread:
-        # What pyarrow loads for its first list takes long: better while agents play than while a group waits.
-        self._executor.submit(pa.array, [[0]])
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        closing = asyncio.get_running_loop().run_in_executor(self._executor, self._source.__exit__)
-        self._executor.shutdown(wait=False)
-        await closing
 
 
 class _Groups:

@@ -76,14 +76,20 @@ async def retire(source: SourceSpec, consumed: Mapping[str, tuple[str, int]]) ->
 
     `source` opens a `RecordStore`. Returns the rollouts that have changed since, which are kept.
     """
-    opened = cast(RecordStore, await source.open())  # files that are only read have no snapshots to retire
-    changed: list[str] = []
+    opened = await source.open()
     try:
-        for rollout_id, (snapshot_id, version) in consumed.items():
-            try:
-                await opened.write(Drop(rollout_id, snapshot_id, version))
-            except StaleSnapshotError:
-                changed.append(rollout_id)
+        return await retire_from(opened, consumed)
     finally:
         await opened.close()
+
+
+async def retire_from(opened: TokenSource, consumed: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
+    """As `retire`, of a source that is open."""
+    store = cast(RecordStore, opened)  # files that are only read have no snapshots to retire
+    changed: list[str] = []
+    for rollout_id, (snapshot_id, version) in consumed.items():
+        try:
+            await store.write(Drop(rollout_id, snapshot_id, version))
+        except StaleSnapshotError:
+            changed.append(rollout_id)
     return tuple(changed)

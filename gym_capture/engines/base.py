@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import numpy.typing as npt
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TokenLogProb
@@ -58,7 +59,10 @@ class GenerationChunk:
     shown_log_probs: tuple[TokenLogProb, ...] | None = None
     """For a client that asked; aligned with `token_ids`."""
     routed_experts: npt.NDArray[Any] | None = None
-    sampling_mask: npt.NDArray[Any] | None = None
+    """[P + all generated ids - 1 or more, layers, topk], on the last chunk: what each id was routed to. None: the
+    engine does not say, or the model has no experts."""
+    sampling_mask: npt.NDArray[np.int32] | None = None
+    """int32 [G, ...], as `capture.sampling_masks`: the ids that each could have been. None: the engine does not say."""
 
 
 def reported_amiss(chunks: Sequence[GenerationChunk]) -> tuple[str, str] | None:

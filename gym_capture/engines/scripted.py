@@ -13,12 +13,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
 from gym_capture.calls import ModelRequest, ReplyEvent, TextDelta, TokenLogProb
 from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan, as_ids
+from gym_capture.capture.sampling_masks import mask_of
 from gym_capture.engines.base import Generation, GenerationChunk, ModelInfo
 from gym_capture.engines.scripted_weights import ScriptedWeights, Spans
 from gym_capture.errors import EngineDeadError, EngineError
@@ -34,6 +36,8 @@ class Step:
     token_ids: Sequence[int]
     log_probs: Sequence[float] | None = None
     """One for each id; None: `DEFAULT_LOG_PROB` for all."""
+    sampling_mask: Sequence[Sequence[int]] | None = None
+    """For each id, those that it could have been."""
     text: str = ""
     events: Sequence[ReplyEvent] | None = None
     """The parser's events; None: the text, as text."""
@@ -55,6 +59,8 @@ class Script:
     """Whether the first chunk says what the prompt was."""
     weight_versions: tuple[WeightSpan, ...] = ()
     """Empty: those of the engine's weights, once these have a version."""
+    routed_experts: npt.NDArray[Any] | None = None
+    """On the last chunk."""
     cached_tokens: int = 0
     reasoning_tokens: int = 0
 
@@ -218,6 +224,8 @@ class ScriptedEngine:
             finish_reason=finish_reason,
             stop_reason=script.stop_reason if is_last else None,
             weight_versions=(script.weight_versions or spans.all()) if is_last else (),
+            routed_experts=script.routed_experts if is_last else None,
+            sampling_mask=None if step.sampling_mask is None else mask_of(step.sampling_mask),
             shown_log_probs=None if call.request.top_logprobs is None else self._shown(call.request, ids, log_probs),
         )
 
@@ -262,6 +270,9 @@ def _merged(steps: Sequence[Step]) -> Step:
     return Step(
         token_ids=[token_id for step in steps for token_id in step.token_ids],
         log_probs=[float(value) for step in steps for value in _log_probs(step)],
+        sampling_mask=None
+        if any(step.sampling_mask is None for step in steps)
+        else [row for step in steps for row in step.sampling_mask or ()],
         text="".join(step.text for step in steps),
         events=[event for step in steps for event in _events(step)],
     )

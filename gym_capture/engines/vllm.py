@@ -55,6 +55,8 @@ from gym_capture.errors import (
 )
 
 _NO_PARSER_MESSAGES = [{"role": "user", "content": ""}]
+_RIDES_ALONG = ("enable_return_routed_experts", "return_sampling_mask")
+"""What is recorded beside ids where the engine gives it: by vLLM's newer model runner, which wants a GPU."""
 _MAX_MESSAGE = 500
 """Characters of an error: vLLM repeats what it was given."""
 
@@ -141,6 +143,13 @@ class VllmEngine:
             args = AsyncEngineArgs(**forced, **engine_args)
         except TypeError as error:
             raise ConfigError(f"engine_args: {error}") from error
+        asked = [name for name in _RIDES_ALONG if engine_args.get(name)]
+        if asked:
+            try:
+                args.create_engine_config(usage_context=UsageContext.OPENAI_API_SERVER)
+            except ValueError as error:
+                said = " ".join(str(error).split())[:_MAX_MESSAGE]
+                raise ConfigError(f"engine_args: {', '.join(asked)}: the engine cannot do this here: {said}") from error
         guard = start_guard(title=f"{envs.VLLM_PROCESS_NAME_PREFIX}::EngineCore")
         # The context decides some defaults, e.g. how many tokens a step takes: those of vLLM's own server.
         llm = AsyncLLM.from_engine_args(args, usage_context=UsageContext.OPENAI_API_SERVER)
@@ -168,6 +177,11 @@ class VllmEngine:
     @property
     def weights(self) -> VllmWeights:
         return self._weights
+
+    @property
+    def llm(self) -> AsyncLLM:
+        """vLLM's own, for what the seam does not have."""
+        return self._llm
 
     def generate(
         self,

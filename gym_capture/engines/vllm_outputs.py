@@ -16,6 +16,7 @@ from vllm.outputs import CompletionOutput, RequestOutput
 
 from gym_capture.calls import TokenLogProb
 from gym_capture.capture.records import LogProbArray, WeightSpan, as_ids
+from gym_capture.capture.sampling_masks import mask_of
 from gym_capture.engines.base import GenerationChunk
 from gym_capture.errors import EngineError
 
@@ -32,10 +33,12 @@ def chunk_of(
 ) -> GenerationChunk:
     """Raises `EngineError` for ids that are none, and for log probabilities that a client asked for and cannot get."""
     positions = completion.logprobs or []
+    mask = completion.sampling_mask
     try:
         ids = as_ids(np.asarray(completion.token_ids))
         prompt = as_ids(np.asarray(output.prompt_token_ids)) if first and output.prompt_token_ids is not None else None
         log_probs = sampled_log_probs(completion.token_ids, positions)
+        sampling_mask = None if mask is None else mask_of(mask.token_ids)
     except (ValueError, TypeError) as error:
         raise EngineError(f"the engine's output is malformed: {error}") from error
     return GenerationChunk(
@@ -51,6 +54,7 @@ def chunk_of(
         ),
         shown_log_probs=None if top_logprobs is None else _shown(completion.token_ids, positions, top_logprobs),
         routed_experts=completion.routed_experts,
+        sampling_mask=sampling_mask,
     )
 
 

@@ -36,6 +36,7 @@ from gym_capture.capture.records import (
     Unresolved,
     digest_ids,
 )
+from gym_capture.capture.sampling_masks import joined
 from gym_capture.conversation import AssistantTurn
 from gym_capture.engines.base import Engine, Generation, GenerationChunk, reported_amiss
 from gym_capture.errors import EngineError, EngineOverloadedError, RecordError, RetiredRolloutError
@@ -211,6 +212,7 @@ class CallInFlight:
                 weight_versions=last.weight_versions,
                 routed_experts=last.routed_experts,
                 replayed_from=self._replayed_from,
+                sampling_mask=joined(chunk.sampling_mask for chunk in self._chunks if chunk.token_ids.size),
             ),
         )
 

@@ -383,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
                 generated_tokens=sum(call.generated_tokens for call in recorded),
                 eligible_links=sum(call.is_eligible for call in recorded),
                 contiguous_links=sum(call.is_supplied for call in recorded),
-                flaws=len(attempt.marks) + len(attempt.conflicts),
+                flaws=len(attempt.marks) + attempt.is_handed_on + len(attempt.conflicts),
             )
             assert self.run(counts_of(self.store, [rollout_id])) == [status.counts]
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from gym_capture.conformance.engine import ENGINE_CHECKS, LONG, closing_twice_is_harmless, run_engine_conformance
@@ -24,8 +25,10 @@ def obedient(call: EngineCall) -> Script:
     """As many ids as were asked for. A long generation is one that has not ended yet."""
     if call.request.sampling.get("temperature", 0) < 0:
         raise InvalidRequestError("temperature must not be negative", param="temperature")
-    steps = [Step(token_ids=[number], text="word ") for number in range(1, min(call.max_tokens, 50) + 1)]
-    return Script(steps=steps, finish_reason="length", hangs=call.max_tokens == LONG)
+    numbers = range(1, min(call.max_tokens, 50) + 1)
+    steps = [Step(token_ids=[number], text="word ", sampling_mask=[[number, 0]]) for number in numbers]
+    experts = np.zeros((call.prompt_ids.size + len(numbers) - 1, 2, 1), dtype=np.int16)
+    return Script(steps=steps, finish_reason="length", hangs=call.max_tokens == LONG, routed_experts=experts)
 
 
 def failures(template: HfChatTemplate, script: Callable[[EngineCall], Script]) -> dict[str, str]:
@@ -51,6 +54,17 @@ def without_log_probs(call: EngineCall) -> Script:
 def with_impossible_log_probs(call: EngineCall) -> Script:
     script = obedient(call)
     return replace(script, steps=[replace(step, log_probs=[0.5]) for step in script.steps])
+
+
+def with_another_mask(call: EngineCall) -> Script:
+    script = obedient(call)
+    return replace(script, steps=[replace(step, sampling_mask=[[0]]) for step in script.steps])
+
+
+def with_too_few_experts(call: EngineCall) -> Script:
+    script = obedient(call)
+    assert script.routed_experts is not None
+    return replace(script, routed_experts=script.routed_experts[1:])
 
 
 def without_end(call: EngineCall) -> Script:
@@ -82,6 +96,8 @@ def taking_anything(call: EngineCall) -> Script:
         (without_prompt, {"prompt_is_reported", "abort_says_what_was_generated", "concurrent_calls_do_not_mix"}),
         (without_log_probs, {"log_probs_align", "abort_says_what_was_generated", "shown_log_probs_align"}),
         (with_impossible_log_probs, {"log_probs_align"}),
+        (with_another_mask, {"arrays_beside_ids_align"}),
+        (with_too_few_experts, {"arrays_beside_ids_align"}),
         (without_end, {"finish_reason_comes_once"}),
         (one_too_many, {"max_tokens_are_the_most", "concurrent_calls_do_not_mix"}),
         (of_another_vocabulary, {"ids_are_of_the_model"}),

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 from vllm.logprobs import Logprob
-from vllm.outputs import RequestOutput
+from vllm.outputs import CompletionOutput, RequestOutput, SamplingMask
 from vllm.tokenizers.hf import get_cached_tokenizer
 
-from gym_capture.engines.vllm_outputs import sampled_log_probs
+from gym_capture.engines.vllm_outputs import chunk_of, sampled_log_probs
 from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
 from gym_capture.serving.call_service import CallService
@@ -190,3 +190,18 @@ def test_nothing_is_cut_or_filled_up() -> None:
     np.testing.assert_array_equal(sampled_log_probs([880, 7], [one]), np.float32([-2.5]))
     np.testing.assert_array_equal(sampled_log_probs([880], [one, one]), np.float32([-2.5, np.nan]))
     np.testing.assert_array_equal(sampled_log_probs([7], [one]), np.float32([np.nan]))
+
+
+def test_a_sampling_mask_is_rows_of_ids_of_one_width() -> None:
+    completion = CompletionOutput(
+        index=0,
+        text="",
+        token_ids=[7, 8],
+        cumulative_logprob=None,
+        logprobs=[{7: Logprob(-0.1)}, {8: Logprob(-0.2)}],
+        sampling_mask=SamplingMask([[3, 7, 9], [8]]),
+    )
+    output = RequestOutput("r", None, [1], None, [completion], finished=False)
+    mask = chunk_of(output, completion, "", first=True, top_logprobs=None).sampling_mask
+    assert mask is not None
+    assert (mask.dtype, mask.tolist()) == (np.int32, [[3, 7, 9], [8, -1, -1]])

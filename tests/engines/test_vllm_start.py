@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from gym_capture.engines import vllm
 from gym_capture.errors import ConfigError
@@ -34,3 +35,12 @@ def test_ST_12_the_engine_knows_the_parser_of_thinking(
     if reasoning_parser is not None:
         with pytest.raises(ConfigError, match="reasoning_parser"):
             vllm.VllmEngine.start(**asked, reasoning_parser=reasoning_parser, engine_args={"reasoning_parser": "olmo3"})
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU gives them: test_vllm_gpu.py")
+@pytest.mark.parametrize("asked", ["enable_return_routed_experts", "return_sampling_mask"])
+def test_what_this_machine_s_engine_cannot_give_is_refused_before_it_starts(asked: str) -> None:
+    with pytest.raises(ConfigError, match=f"engine_args: {asked}: the engine cannot do this here: .*Model Runner V2"):
+        vllm.VllmEngine.start(
+            model=str(tiny_dir()), name="m", tool_parser=None, reasoning_parser=None, engine_args={asked: True}
+        )

@@ -40,7 +40,7 @@ def outcome(**said: Any) -> RolloutRow:
 
 def test_an_agents_response_keeps_all_but_its_output() -> None:
     made = row(outcome(), Exchange(input=[], tools=[], response=OWN), RECORD, task_index=3, native_problem=None)
-    assert made["response"] == {**OWN, "output": MERGED}
+    assert made["response"] == {"created_at": 1, **OWN, "output": MERGED}
     assert (made["mask_sample"], made["instance_config"]["mask_sample"]) == (True, True)
     assert (made["task_id"], made["sample"], made["attempt"]) == ("t", 1, 2)
     assert (made["_ng_task_index"], made["_ng_rollout_index"]) == (3, 1)

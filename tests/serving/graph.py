@@ -42,15 +42,18 @@ class Graph:
 
     def kill_state_actors(self) -> int:
         """Ends every state actor's process without a warning. Returns how many."""
-        processes = [
-            process
-            for process in psutil.Process().children(recursive=True)
-            if " ".join(process.cmdline()).startswith("ray::StateShard")
-        ]
+        processes = [each for each in psutil.Process().children(recursive=True) if _is_state_actor(each)]
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=10)
         return len(processes)
+
+
+def _is_state_actor(process: psutil.Process) -> bool:
+    try:
+        return " ".join(process.cmdline()).startswith("ray::StateShard")
+    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return False
 
 
 def whole(snapshot: Snapshot) -> list[TokenEntry]:

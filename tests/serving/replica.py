@@ -23,6 +23,7 @@ from gym_capture.engines.scripted import Script, ScriptedEngine, Scripter, Step,
 from gym_capture.errors import StoreError
 from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.lineage.index import LineageIndex
+from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
@@ -30,7 +31,7 @@ from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.outgrown import Outgrown
 from gym_capture.serving.stats import ShardStats
 from gym_capture.splice.template import ChatTemplate
-from gym_capture.stores.base import status_of
+from gym_capture.stores.base import counts_of, status_of
 from gym_capture.stores.memory import MemoryStore
 
 STOP = "<|im_end|>"
@@ -125,6 +126,9 @@ class LocalState:
 
     async def status(self, rollout_id: str) -> RolloutStatus:
         return await status_of(self.store, rollout_id)
+
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+        return await counts_of(self.store, rollout_ids)
 
     async def stats(self) -> ShardStats:
         if self.begin_fails is not None:

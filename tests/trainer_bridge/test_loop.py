@@ -9,6 +9,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -16,12 +17,15 @@ from gym_capture.errors import ConfigError
 from trainer_bridge import checkpoints
 from trainer_bridge.batching import Selection
 from trainer_bridge.checkpoints import Progress
+from trainer_bridge.group_sources import ParquetGroups
+from trainer_bridge.groups import GroupStream, Position
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
 from trainer_bridge.loop import LoopOptions, Trainer, groups_of
 from trainer_bridge.plots import write_plots
 from trainer_bridge.stream import TrainRollout
 
 from .made import model, rollout, sequence
+from .test_stream import row, table
 
 OPTIONS = GrpoOptions(lr=1e-2)
 GROUPS = [
@@ -108,6 +112,45 @@ def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(tm
         other.resume()
     assert torch.equal(weights(other), before)
     assert other.progress == Progress()
+
+
+def test_a_run_on_a_stream_goes_on_at_the_position_of_its_checkpoint(tmp_path: Path) -> None:
+    """Killed between two checkpoints: groups behind the first one come again, and their records were still there."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for number in range(6):
+        rows = [row(f"{number}.{n}", group_id=f"g{number}", advantage=a) for n, a in enumerate((1.0, -1.0))]
+        pq.write_table(table(*rows), data / f"part-{number:05d}.parquet")
+    acknowledged: list[list[str]] = []
+
+    class Noted(ParquetGroups):
+        async def retire(self, consumed: Any) -> tuple[str, ...]:
+            acknowledged.append(sorted(checkpoint_position(tmp_path / "run").settled))
+            return ()
+
+    def kill(progress: Progress, metrics: StepMetrics) -> None:
+        if progress.step == 3:
+            raise Killed
+
+    whole, made = trainer(tmp_path / "whole"), trainer(tmp_path / "run")
+    with GroupStream(Noted(data)) as stream, pytest.raises(Killed):
+        made.run_stream(stream, on_step=kill)
+    assert acknowledged == [["g0", "g1"]]  # what a checkpoint on disk had by then
+    again = trainer(tmp_path / "run")
+    assert again.resume()
+    with GroupStream(Noted(data), position=again.position) as stream:
+        again.run_stream(stream)
+    assert again.position == Position(frozenset(f"g{number}" for number in range(6)))
+    with GroupStream(Noted(data)) as stream:
+        whole.run(stream)
+    assert torch.equal(weights(again), weights(whole))
+    assert [line.keys() & {"position"} for line in lines(tmp_path / "run")] == [set()] * 6
+
+
+def checkpoint_position(run: Path) -> Position:
+    newest = checkpoints.latest(run / "checkpoints")
+    assert newest is not None
+    return Position.from_json(json.loads((newest / "state.json").read_text())["progress"]["position"])
 
 
 @pytest.mark.parametrize("damage", ["state.json", "optimizer.pt", "model.safetensors"])
