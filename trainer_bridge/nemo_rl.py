@@ -117,8 +117,9 @@ def project(
     `created_at`: when its last call was, in Unix seconds, where that is known.
 
     Where nobody said what the agent was given, `input` is empty: NeMo-RL trains on the ids of the first prompt, which
-    are those that the policy was conditioned on, whatever the text. Raises `RecordError` if the reward components do
-    not add up to the reward, or nobody said which agent it was.
+    are those that the policy was conditioned on, whatever the text. Reward components that do not add up to the reward
+    are left out, with a warning: NeMo-RL takes none such, and trains on the reward. Raises `RecordError` if nobody said
+    which agent it was.
     """
     if rollout.agent_name is None:
         raise RecordError(
@@ -160,8 +161,8 @@ def project(
         "instance_config": {"mask_sample": masked},
         "_ng_token_capture": {**asdict(rollout.counts), "mask_reasons": reasons, "placeholder": nothing_built},
     }
-    if rollout.reward_components:  # a rollout that failed has none, and no reward that they could add up to
-        record["reward_components"] = _components(rollout)
+    if components := _components(rollout):
+        record["reward_components"] = components
     if rollout.call_rewards:
         record["call_rewards"] = dict(rollout.call_rewards)
     return record
@@ -277,13 +278,17 @@ def _first_prompt(rollout: FinishedRollout) -> IdArray | None:
 
 def _components(rollout: FinishedRollout) -> dict[str, float]:
     components = dict(rollout.reward_components or {})
+    if not components:  # a rollout that failed has none
+        return {}
     total = math.fsum(components.values())
     if rollout.reward is None or not math.isclose(total, rollout.reward, rel_tol=1e-6, abs_tol=1e-9):
-        raise RecordError(
-            f"reward_components must add up to the reward: got {total}, expected {rollout.reward}",
-            field="reward_components",
-            rollout_id=rollout.rollout_id,
+        # Whoever scored it cannot say it again (an outcome stands), and the rollouts beside it are well.
+        warnings.warn(
+            f"the reward_components of {rollout.rollout_id!r} do not add up to its reward ({total} and "
+            f"{rollout.reward}), which NeMo-RL asks of them: they are left out, the reward is not",
+            stacklevel=3,
         )
+        return {}
     return components
 
 

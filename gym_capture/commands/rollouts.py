@@ -369,9 +369,11 @@ def check_server(url: str) -> None:
     except (ValueError, TypeError, RecursionError):
         is_graph = False
     if not is_graph:
+        # HAProxy says 404, too, as long as it has no replica.
+        starting = f"; or the graph is starting: wait until {url}/healthz answers" if answer.status_code == 404 else ""
         raise ConfigError(
             f"what answers at {url} is no gym-capture graph: HTTP {answer.status_code} from {at}. Name scheme, host "
-            "and port only, without /v1"
+            f"and port only, without /v1{starting}"
         )
 
 

@@ -233,7 +233,9 @@ def _asking(address: str | None) -> Iterator[Any]:
     from ray.exceptions import AuthenticationError, RayError
     from ray.job_submission import JobSubmissionClient
 
-    logging.getLogger(SubmissionClient.__module__).setLevel(logging.WARNING)
+    # They tell of each step that went well. The second is private: by its name alone, which may change without harm.
+    for name in (SubmissionClient.__module__, "ray._private.runtime_env.packaging"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         if address is not None and os.environ.get(name, address) != address:
             raise ConfigError(f"{name} is {os.environ[name]}, which Ray takes instead of --address {address}: unset it")

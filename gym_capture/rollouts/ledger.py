@@ -310,12 +310,16 @@ def look(directory: Path, job: Mapping[str, Any]) -> Found:
     return Found([] if found is None else differences(found, job), over)
 
 
+_OTHER_TASKS = "tasks: other ones (count, seed, file, or an option of the environment)"
+"""A job keeps a digest of its tasks only: these are what they come from."""
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """The differences of two jobs, each as `key: old -> new` with its dotted key."""
     # The new one as it would be read back: tuples are lists, keys are text.
     before, after = dict(_flat(old)), dict(_flat(json.loads(json.dumps(new, default=str))))
     return [
-        "tasks: others" if key == "tasks" else f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
+        _OTHER_TASKS if key == "tasks" else f"{key}: {_shown(before, key)} -> {_shown(after, key)}"
         for key in sorted({*before, *after})
         if _shown(before, key) != _shown(after, key) and not (key in before and before[key] == after.get(key))
     ]

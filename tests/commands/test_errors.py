@@ -328,9 +328,9 @@ def test_a_job_is_resumed_with_the_same_options(run: Run, url: str, tmp_path: Pa
     assert (code, line) == (
         2,
         'job holds another job: environment.name: nothing -> "register"; harness.name: "mine" -> "tool-loop"; '
-        "limits.rollout_timeout_s: nothing -> 600.0; samples: 4 -> 3; tasks: others. Its rows do not count for this "
-        "one: give what differs the values that it was started with to resume it, or choose another directory with "
-        "--out",
+        "limits.rollout_timeout_s: nothing -> 600.0; samples: 4 -> 3; tasks: other ones (count, seed, file, or an "
+        "option of the environment). Its rows do not count for this one: give what differs the values that it "
+        "was started with to resume it, or choose another directory with --out",
     )
     _, line = run("rollouts", "run", "--out", "job", "--url", url, "--job-id", "mine")
     assert 'job_id: "job-1" -> "mine"' in line
@@ -343,9 +343,10 @@ def test_a_job_is_resumed_with_the_same_options(run: Run, url: str, tmp_path: Pa
 def test_what_answers_is_no_graph(run: Run, url: str, tmp_path: Path, at: str, status: int) -> None:
     code, line = run("rollouts", "run", "--out", "job", "--url", f"{url}/{at}")
     assert code == 2
+    starting = f"; or the graph is starting: wait until {url}/{at}/healthz answers" if status == 404 else ""
     assert line == (
         f"what answers at {url}/{at} is no gym-capture graph: HTTP {status} from {url}/{at}/stats. Name scheme, host "
-        "and port only, without /v1"
+        f"and port only, without /v1{starting}"
     )
     assert not (tmp_path / "job").exists()
 

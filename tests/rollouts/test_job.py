@@ -454,7 +454,7 @@ async def test_ids_that_cannot_work_are_refused(tmp_path: Path, tasks: list[Task
 
 def test_other_tasks_in_the_same_directory_are_refused(tmp_path: Path) -> None:
     asyncio.run(make(tmp_path, Scripted(well)).run())
-    with pytest.raises(ConfigError, match="holds another job: tasks: others"):
+    with pytest.raises(ConfigError, match=r"holds another job: tasks: other ones \(count, seed, file"):
         asyncio.run(make(tmp_path, Scripted(well), tasks=Register.tasks(3, seed=1)).run())
 
 
