@@ -19,6 +19,7 @@ NOT_PURE = {
     "gym_capture.engines.vllm_parsing",
     "gym_capture.engines.vllm_weights",
     "gym_capture.engines.vllm_worker",
+    "gym_capture.engines.vllm_scoring",
     "gym_capture.engines.hf_template",
 }
 """The command line, and the adapters whose whole purpose is one heavy package."""

@@ -72,6 +72,8 @@ OTHER_WORDS = {
     ("masked", "gym_capture/commands/records.py"): "a count",
     ("masked", "gym_capture/demo/report.py"): "a column",
     ("masked", "trainer_bridge/stream.py"): "a column",
+    ("masked", "trainer_bridge/collate.py"): "a column",
+    ("masked", "trainer_bridge/groups.py"): "a column",
     ("incomplete", "trainer_bridge/responses.py"): "a response's status",
 }
 TAKES_COLONS_APART = {"gym_capture/imports.py", "gym_capture/auth.py"}  # `module:name`, `user:password`

@@ -69,6 +69,7 @@ def test_a_command_that_has_joined_still_unwinds_when_it_is_terminated(monkeypat
     def joined(**_: object) -> None:
         signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
 
+    monkeypatch.setattr("gym_capture.cluster.reach.check_reachable", lambda address: None)
     monkeypatch.setattr(ray, "init", joined)
     before = signal.signal(signal.SIGTERM, handler)
     try:

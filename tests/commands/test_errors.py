@@ -157,7 +157,9 @@ def test_data_of_which_a_later_file_is_damaged(run: Run, data: Path) -> None:
 def test_data_of_another_kind(run: Run, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     pq.write_table(pa.table({"x": [1]}), tmp_path / "data" / "part-00000.parquet")
-    assert run("train-step", "--model", tiny_dir(), "--data", "data")[1].startswith("not a table of trajectories")
+    assert run("train-step", "--model", tiny_dir(), "--data", "data")[1].startswith(
+        "data/part-00000.parquet: not a table of trajectories"
+    )
 
 
 def test_data_at_an_address_that_nobody_knows(run: Run) -> None:

@@ -38,7 +38,7 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
     "top-p": {"temperature": 1.0, "top_p": 0.8},
     "min-p": {"temperature": 0.8, "min_p": 0.05, "top_k": 200, "top_p": 0.95},
     "penalties": {"temperature": 1.0, "presence_penalty": 0.5},
-    "constrained": {"temperature": 1.0, "logit_bias": {"7": 5.0}},
+    "constrained": {"temperature": 1.0, "logit_bias": {"7": 12.0}},
 }
 VERSIONS = {"penalties": "1"}
 
