@@ -268,9 +268,13 @@ def _asked(request: ModelRequest) -> str:
 
 def _cut(chunk: GenerationChunk, size: int | None) -> GenerationChunk:
     """As much of it as there is when its generation is aborted."""
+    kept = chunk.token_ids[:size]
+    versions = chunk.weight_versions  # of the last chunk: over all ids
+    end = versions[-1].end - (chunk.token_ids.size - kept.size) if versions else 0
     return replace(
         chunk,
-        token_ids=chunk.token_ids[:size],
+        weight_versions=tuple(replace(span, end=min(span.end, end)) for span in versions if span.start < end),
+        token_ids=kept,
         log_probs=chunk.log_probs[:size],
         text="",
         finish_reason="abort",
