@@ -314,7 +314,8 @@ class RolloutState:
     @property
     def counts(self) -> RolloutCounts:
         """In the same time however many calls there are."""
-        return self._recorded._replace(flaws=len(self.of(MarkedIncomplete.kind)) + len(self.of(ProblemFound.kind)))
+        flaws = len(self.of(MarkedIncomplete.kind)) + self._is_handed_on + len(self.of(ProblemFound.kind))
+        return self._recorded._replace(flaws=flaws)
 
     def freeze(self) -> Frozen:
         """The current facts. A call that was begun and neither recorded nor abandoned makes them incomplete."""
