@@ -24,6 +24,7 @@ class DoctoredLlm:
     def __init__(self, tokenizer: Any, ids: list[int], doctor: Doctor = lambda n, output: None) -> None:
         self.renderer = SimpleNamespace(tokenizer=tokenizer)
         self.model_config = SimpleNamespace(
+            model="",
             max_model_len=4096,
             get_vocab_size=lambda: len(tokenizer),
             get_diff_sampling_param=dict,
