@@ -36,7 +36,7 @@ example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on 
 	$(BIN)/gym-capture try-job serve_configs/jobs/claude_code_reasoning_gym.yaml --temperature 0.4 \
 		--set 'harness.program=[sh, "$(CURDIR)/docs/examples/tools_first.sh", node, "$(CLAUDE_CODE)"]' $(ARGS)
 
-test: $(READY)  ## all tests, with a real vLLM engine (10 minutes on 2 cores)
+test: $(READY)  ## all tests, with a real vLLM engine (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(READY)  ## the tests that need no engine
