@@ -13,7 +13,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck package bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -88,6 +88,9 @@ format: $(READY)  ## apply ruff's fixes and formatting
 
 typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
 	$(BIN)/mypy
+
+package: $(READY)  ## build sdist and wheel into dist/, try the wheel in an empty environment without Ray, vLLM and torch (a minute)
+	$(BIN)/python -m tests.distribution
 
 check-configs: $(READY)  ## validate every file in serve_configs/
 	$(BIN)/gym-capture check-configs serve_configs/*.yaml serve_configs/jobs/*.yaml

@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.errors import GymCaptureError
+from gym_capture.extras import how_to_install
 
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
 
@@ -73,6 +74,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         build_app(arguments)(args=list(arguments), prog_name="gym-capture")
     except GymCaptureError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}")
+        sys.exit(2)
+    except ModuleNotFoundError as error:
+        missing = how_to_install(error)
+        if missing is None:
+            raise
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(missing)}")
         sys.exit(2)
     except OSError as error:
         # What a command writes to files, it answers for itself: this is what it prints.

@@ -17,21 +17,23 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
 
 from gym_capture.commands.loading import explained
-from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.errors import ConfigError
 from gym_capture.models import smollm2_dir, tiny_dir
 from gym_capture.reasons import TemplateRule
 from gym_capture.splice.audit import MESSAGES, SHAPES, audit, audit_messages
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from gym_capture.engines.hf_template import HfChatTemplate
 
 PACKAGED: Final = Path(__file__).parent.parent / "templates"
 
@@ -103,6 +105,8 @@ def locate(target: str) -> Path:
 
 def load(target: Path, chat_template: Path | None, kwargs: Mapping[str, Any]) -> HfChatTemplate:
     """The template of a model folder, or of a template file on a tokenizer made for it. Raises `ConfigError`."""
+    from gym_capture.engines.hf_template import HfChatTemplate
+
     if target.is_file():
         if chat_template is not None:
             raise ConfigError(f"--chat-template goes with a model folder: {target} is a file")
@@ -116,6 +120,8 @@ def load(target: Path, chat_template: Path | None, kwargs: Mapping[str, Any]) ->
 
 def on_made_tokenizer(source: str, **kwargs: Any) -> HfChatTemplate:
     """A template on a tokenizer made for it."""
+    from gym_capture.engines.hf_template import HfChatTemplate
+
     return HfChatTemplate.from_tokenizer(make_tokenizer(source), source, **kwargs)
 
 
@@ -124,6 +130,9 @@ def make_tokenizer(text: str) -> PreTrainedTokenizerFast:
 
     Being trained on little, it merges far: whatever two texts meet, it has a token that would cross their boundary.
     """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

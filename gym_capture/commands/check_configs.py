@@ -30,7 +30,6 @@ from gym_capture.commands.config_findings import (
     repeated_keys,
     unknown_keys,
 )
-from gym_capture.commands.job_files import check_job, is_job
 
 
 class AppModels(NamedTuple):
@@ -81,6 +80,8 @@ def command(
 
 def check_file(file: Path, models: Mapping[str, AppModels], args_rules: Mapping[str, ArgsRule]) -> Findings:
     """The problems of a file. `models`, `args_rules`: schemas and rules of applications, by their import paths."""
+    from gym_capture.commands.job_files import check_job, is_job
+
     try:
         text = file.read_text(encoding="utf-8")
         if is_job(text):

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import Final
 
 from gym_capture.errors import ConfigError, GymCaptureError
+from gym_capture.extras import how_to_install
 
 _LONGEST: Final = 300
 
@@ -29,6 +30,10 @@ def explained(what: str) -> Iterator[None]:
         yield
     except GymCaptureError:
         raise
+    except ModuleNotFoundError as error:
+        if how_to_install(error) is not None:
+            raise  # `cli.main` says it
+        raise ConfigError(f"{what}: {error}") from error
     except BaseException as error:
         # `tokenizers` raises `Exception` itself, which no list of types can name without naming all of them.
         if type(error) is not Exception and not isinstance(error, named):
