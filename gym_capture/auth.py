@@ -20,6 +20,8 @@ from typing import Final
 from gym_capture.errors import AuthenticationError, ConfigError
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = ["MIN_SECRET_BYTES", "Keyring"]
+
 MIN_SECRET_BYTES: Final = 16
 
 

@@ -15,6 +15,22 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from gym_capture.conversation import AssistantTurn, Conversation, ToolCall, without_surrogates
 
+__all__ = [
+    "ModelReply",
+    "ModelRequest",
+    "NamedToolChoice",
+    "ReasoningDelta",
+    "ReplyEvent",
+    "TextDelta",
+    "TokenLogProb",
+    "ToolCallDelta",
+    "ToolCallStart",
+    "ToolChoice",
+    "TurnBuilder",
+    "Usage",
+    "sendable",
+]
+
 
 class NamedToolChoice(NamedTuple):
     """The model must call this one function."""

@@ -21,6 +21,21 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
+__all__ = [
+    "MAX_JSON_DEPTH",
+    "AssistantTurn",
+    "Conversation",
+    "Item",
+    "Message",
+    "Tool",
+    "ToolCall",
+    "ToolResult",
+    "json_without_surrogates",
+    "merge_assistant_turns",
+    "nests_too_deep",
+    "without_surrogates",
+]
+
 MAX_JSON_DEPTH: Final = 100
 """Arguments that nest deeper are no JSON to a template, and schemas that do are refused. Templates write JSON with
 macros that call themselves, several frames for a level: this much they can write and have frames to spare."""

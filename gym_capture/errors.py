@@ -54,6 +54,42 @@ import traceback
 from pathlib import Path
 from typing import Final, NamedTuple
 
+__all__ = [
+    "AuthenticationError",
+    "CompletedRolloutError",
+    "ConfigError",
+    "ConflictingCallError",
+    "ConflictingRegistrationError",
+    "ContextLengthError",
+    "CorruptLogError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineOverloadedError",
+    "GymCaptureError",
+    "InvalidRequestError",
+    "InvalidRolloutIdError",
+    "JobError",
+    "Overflow",
+    "RecordError",
+    "ReplayedCallError",
+    "RequestError",
+    "RequestTimeoutError",
+    "RequestTooLargeError",
+    "RetiredRolloutError",
+    "SchemaVersionError",
+    "StaleSnapshotError",
+    "StoreError",
+    "StoreOverloadedError",
+    "StoreUnavailableError",
+    "StreamLostError",
+    "UnknownModelError",
+    "UnknownRolloutError",
+    "WeightsBusyError",
+    "WeightsError",
+    "WeightsFailedError",
+    "WeightsRefusedError",
+]
+
 _LONGEST: Final = 500
 """Characters of a message; some libraries tell all that they were given."""
 

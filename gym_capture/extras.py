@@ -1,7 +1,7 @@
 """What a base installation goes without, and which extra of the package brings it.
 
 Invariant: every third-party module that is imported anywhere is a dependency of the base installation or stands here
-(`tests/test_extras.py` reads all imports). So that one is missing is never a traceback: `cli.main` says what to install.
+(`tests/test_extras.py` reads all imports). That one is missing is never a traceback: `cli.main` says what to install.
 """
 
 from __future__ import annotations

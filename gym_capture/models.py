@@ -29,6 +29,8 @@ from typing import Any, Final, TypeAlias
 
 from gym_capture.errors import ConfigError
 
+__all__ = ["CHAT_TEMPLATE", "default_cache", "smollm2_dir", "tiny_dir"]
+
 Progress: TypeAlias = Callable[[str], None]
 """Takes one line for a person about what happens now."""
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from gym_capture.conversation import AssistantTurn, ToolCall
 
+__all__ = ["output_items", "turn_of"]
+
 
 def output_items(turn: AssistantTurn) -> tuple[tuple[Mapping[str, Any], ...], int]:
     """The items of `turn` and the index of the one that its generated ids are filed under: the last.

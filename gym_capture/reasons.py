@@ -13,6 +13,29 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Final, NamedTuple, Self
 
+__all__ = [
+    "KINDS",
+    "UNRESOLVED",
+    "AttemptFailure",
+    "AuditReason",
+    "CaptureMark",
+    "ExcludedReason",
+    "Kind",
+    "LeftOutReason",
+    "MaskReason",
+    "NotRescoredReason",
+    "NotSplicedReason",
+    "ProblemReason",
+    "Reason",
+    "RequestRule",
+    "TemplateRule",
+    "UnresolvedReason",
+    "join_reason",
+    "lineage_mark",
+    "reason_name",
+    "split_reason",
+]
+
 _SEPARATOR: Final = ":"
 
 

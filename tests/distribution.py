@@ -22,7 +22,7 @@ import tempfile
 import time
 import urllib.request
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -105,7 +105,14 @@ def check_files(sdist: Path, wheel: Path) -> None:
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert sources <= names
-    assert {"LICENSE", "Makefile", "README.md", "docs/api.md", "serve_configs/cpu_demo.yaml", "tests/conftest.py"} <= names
+    assert {
+        "LICENSE",
+        "Makefile",
+        "README.md",
+        "docs/api.md",
+        "serve_configs/cpu_demo.yaml",
+        "tests/conftest.py",
+    } <= names
     junk = {name for name in names if "__pycache__" in name or "node_modules" in name or "/." in name}
     assert junk == set(), sorted(junk)[:5]
 
@@ -141,12 +148,11 @@ def captures(folder: Path) -> None:
     """Two rollouts of two calls, as NeMo Gym's capture writes them."""
     folder.mkdir()
     for rollout_id in ("r1", "r2"):
-        calls: tuple[Mapping[str, object], ...] = (
-            {"model_call_id": "a", "prompt_token_ids": [1, 2], "generation_token_ids": [3], "parent_resolution": "root"},
-            {
-                **{"model_call_id": "b", "prompt_token_ids": [1, 2, 3, 4], "generation_token_ids": [5]},
-                **{"parent_resolution": "resolved", "parent_call_id": "a"},
-            },
+        first = {"model_call_id": "a", "prompt_token_ids": [1, 2], "generation_token_ids": [3]}
+        second = {"model_call_id": "b", "prompt_token_ids": [1, 2, 3, 4], "generation_token_ids": [5]}
+        calls = (
+            {**first, "parent_resolution": "root"},
+            {**second, "parent_resolution": "resolved", "parent_call_id": "a"},
         )
         common = {"schema_version": 3, "rollout_id": rollout_id, "model": "policy", "generation_log_probs": [-0.25]}
         lines = "".join(json.dumps({**common, **call}) + "\n" for call in calls)

@@ -31,6 +31,8 @@ from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import LeftOutReason
 from trainer_bridge.stream import TrainRollout, TrainSequence
 
+__all__ = ["Aggregation", "Selection", "StepBatch", "step_batch"]
+
 Aggregation = Literal["grpo", "dapo", "dr_grpo"]
 
 

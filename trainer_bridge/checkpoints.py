@@ -31,6 +31,8 @@ from gym_capture.durable_files import sync_directory
 from gym_capture.errors import ConfigError
 from trainer_bridge.grpo import GrpoTrainer, copy_tokenizer
 
+__all__ = ["Progress", "latest", "restore", "write"]
+
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _PARTIAL: Final = ".partial-"
 _FORMAT: Final = 1

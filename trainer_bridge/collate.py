@@ -29,6 +29,8 @@ from gym_capture.reasons import LeftOutReason
 from trainer_bridge.layouts import best_fit, of_one_length
 from trainer_bridge.stream import Batch
 
+__all__ = ["COLLATED", "Collated", "PackedBatch", "PaddedBatch", "pack", "pad"]
+
 COLLATED: Final = ("rollout_id", "trajectory_id", "token_ids", "loss_mask", "log_probs", "masked", "advantage")
 """The columns of a table of trajectories that are read here. A `Group` has them."""
 

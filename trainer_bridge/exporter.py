@@ -26,6 +26,8 @@ from trainer_bridge.nemo_rl import NemoRlExporter
 from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import count_rows, parquet_batches
 
+__all__ = ["EXPORTERS", "Create", "ExportReport", "Exporter", "export_files"]
+
 Create: TypeAlias = Callable[[str], AbstractContextManager[BinaryIO]]
 """A new file of the export, by its name."""
 

@@ -20,6 +20,8 @@ from gym_capture.data.schema import read_pairs, read_spans, read_tensor
 from gym_capture.errors import RecordError
 from trainer_bridge.stream import Batch, TrainRollout, TrainSequence, rows_by_rollout
 
+__all__ = ["COLUMNS", "FinishedRollout", "JsonObject", "Turn", "groups", "read_finished"]
+
 JsonObject: TypeAlias = dict[str, Any]
 
 _COUNTS: Final = tuple(field.name for field in fields(BuildCounts))

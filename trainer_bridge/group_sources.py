@@ -32,6 +32,8 @@ from gym_capture.errors import ConfigError, RecordError
 from trainer_bridge.groups import Group
 from trainer_bridge.stream import TRAIN_COLUMNS, one_line, opened, present
 
+__all__ = ["ParquetGroups", "PlayedGroups", "RecordedGroups"]
+
 _ROWS: Final = 64
 """That are read at a time; one may have a hundred thousand ids."""
 

@@ -27,6 +27,8 @@ import pyarrow.compute as pc
 from gym_capture.errors import ConfigError
 from trainer_bridge.stream import TrainRollout, read_rollouts
 
+__all__ = ["AsyncGroupStream", "Group", "GroupSource", "GroupStream", "Position", "StreamCounts", "StreamOptions"]
+
 _T = TypeVar("_T")
 
 _FORMAT: Final = 1

@@ -35,6 +35,8 @@ from trainer_bridge.loss import LossOptions, Mismatch, clipped_loss, importance,
 from trainer_bridge.scoring import Scorer
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["GrpoOptions", "GrpoTrainer", "StepMetrics"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrpoOptions:

@@ -37,6 +37,8 @@ from trainer_bridge.grpo import GrpoTrainer, StepMetrics
 from trainer_bridge.plots import write_plots
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["CHECKPOINTS", "METRICS", "LoopOptions", "Trainer", "groups_of"]
+
 METRICS: Final = "metrics.jsonl"
 CHECKPOINTS: Final = "checkpoints"
 _PLOTS: Final = "metrics.png"

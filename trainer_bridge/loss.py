@@ -27,6 +27,8 @@ from typing import Literal
 
 import torch
 
+__all__ = ["LossOptions", "Mismatch", "clipped_loss", "importance", "kl", "log_ratio", "mismatch", "outside"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOptions:

@@ -23,6 +23,8 @@ from gym_capture.reasons import LeftOutReason, MaskReason
 from trainer_bridge.samples import Delivery, Sample
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["Staged", "stage"]
+
 _ROOT_MODE: Final = "text"
 _CHILD_MODE: Final = "token_in"
 

@@ -35,6 +35,8 @@ from trainer_bridge.finished import FinishedRollout, JsonObject, Turn
 from trainer_bridge.responses import empty_message, response_item, response_object, usage
 from trainer_bridge.samples import Delivery
 
+__all__ = ["MixedPromptsWarning", "NemoRlExporter", "contiguity_walk"]
+
 _FILE: Final = "rollouts.jsonl"
 
 

@@ -17,6 +17,8 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery, Sample
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["EXPORTER", "FILE", "project"]
+
 FILE: Final = "training_traces.jsonl"
 
 

@@ -21,6 +21,8 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["EXPORTER", "FILE", "positional", "project"]
+
 FILE: Final = "training_samples.jsonl"
 ENV_NAME: Final = "gym-capture"
 """By which prime-rl groups its metrics."""

@@ -24,6 +24,8 @@ from gym_capture.data.advantages import reward_problems
 from gym_capture.reasons import LeftOutReason, Reason
 from trainer_bridge.stream import TrainRollout, TrainSequence
 
+__all__ = ["Delivery", "Sample"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:

@@ -21,6 +21,8 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery, session_numbers
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["EXPORTER", "FILE", "generator_output", "project"]
+
 FILE: Final = "generator_outputs.jsonl"
 
 

@@ -19,6 +19,8 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["EXPORTER", "FILE", "project"]
+
 FILE: Final = "data.jsonl"
 
 

@@ -25,6 +25,8 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery, Sample
 from trainer_bridge.stream import TrainRollout
 
+__all__ = ["EXPORTER", "FILE", "project"]
+
 FILE: Final = "rollout_samples.jsonl"
 
 

@@ -23,6 +23,8 @@ from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import TrainRollout
 from trainer_bridge.trl_rollouts import project, with_arrays
 
+__all__ = ["GroupWorker", "StreamOverError"]
+
 _POLL_S: Final = 0.1
 
 

@@ -27,6 +27,8 @@ from gym_capture.errors import (
 )
 from gym_capture.weights import PauseMode, Payload
 
+__all__ = ["Pushed", "WeightClient"]
+
 _TRY_AGAIN_S: Final = 1.0
 _RETRYABLE: Final = (502, 503, 504)
 

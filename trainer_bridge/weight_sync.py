@@ -25,6 +25,8 @@ from gym_capture.errors import ConfigError, WeightsFailedError, WeightsRefusedEr
 from gym_capture.weights import PauseMode, Payload, payload_at, seal
 from trainer_bridge.weight_client import Pushed, WeightClient
 
+__all__ = ["WeightSync", "Weights"]
+
 Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
 """By the names of the model's checkpoint, as `state_dict` and `named_parameters` of a Hugging Face model give them."""
 

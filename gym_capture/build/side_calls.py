@@ -17,6 +17,8 @@ from fnmatch import fnmatchcase
 
 from gym_capture.capture.records import CallRecord
 
+__all__ = ["SideCallRules"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideCallRules:

@@ -20,6 +20,8 @@ from gym_capture.capture.records import IdArray, LogProbArray, TokenEntry
 from gym_capture.capture.sampling_masks import are_ids, joined
 from gym_capture.reasons import MaskReason, join_reason
 
+__all__ = ["Span", "Trajectory"]
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

@@ -59,6 +59,17 @@ from gym_capture.errors import InvalidRolloutIdError, RecordError, SchemaVersion
 from gym_capture.reasons import ProblemReason
 from gym_capture.rollout_counts import CallCounts
 
+__all__ = [
+    "CODEC_VERSION",
+    "EntryKey",
+    "decode_entry",
+    "decode_intent",
+    "decode_or_problem",
+    "encode_entry",
+    "encode_intent",
+    "peek_entry",
+]
+
 CODEC_VERSION: Final = 1
 
 _MAGIC: Final = b"GCEN"

@@ -13,6 +13,23 @@ from gym_capture.capture.lost_calls import purpose
 from gym_capture.capture.records import CallIntent, RecordProblem
 from gym_capture.rollout_counts import CallCounts
 
+__all__ = [
+    "Abandoned",
+    "Begun",
+    "Committed",
+    "Completed",
+    "DeliveryKnown",
+    "Event",
+    "Fact",
+    "HandedOn",
+    "MarkedIncomplete",
+    "ProblemFound",
+    "Registered",
+    "Replayed",
+    "Retired",
+    "WentOn",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:

@@ -22,6 +22,24 @@ from gym_capture.capture.suffixes import StoredRecord
 from gym_capture.errors import RecordError
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = [
+    "Abandon",
+    "Begin",
+    "Clear",
+    "Close",
+    "Commit",
+    "Complete",
+    "Drop",
+    "GoOn",
+    "HandOn",
+    "MarkDelivery",
+    "MarkIncomplete",
+    "Operation",
+    "Register",
+    "Replay",
+    "check",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Begin:

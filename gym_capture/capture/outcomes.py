@@ -16,6 +16,8 @@ from typing import Any, Final, NamedTuple
 
 from gym_capture.errors import RecordError
 
+__all__ = ["Outcome", "Registration", "Standing"]
+
 MAX_TASK_BYTES: Final = 16 * 2**10
 """Of a task as JSON: a state actor has it in memory as long as the rollout is live."""
 MAX_TEXT_BYTES: Final = 16 * 2**10

@@ -18,6 +18,8 @@ from typing import Protocol, TypeAlias
 from gym_capture.capture.operations import Operation
 from gym_capture.capture.records import IdArray, Root, Snapshot, Unresolved
 
+__all__ = ["LineageStore", "RecordStore", "Resolution", "Resolved", "TokenSource"]
+
 
 class TokenSource(Protocol):
     """Where records are read through."""

@@ -20,6 +20,8 @@ from gym_capture.capture.records import Continues, Parent, Root, Snapshot, Unres
 from gym_capture.capture.suffixes import StoredRecord, prompt_part, stored_form
 from gym_capture.conversation import json_without_surrogates
 
+__all__ = ["call_row", "call_rows", "lost_call_rows", "rollout_row", "row_json", "snapshot_json"]
+
 
 def call_rows(snapshot: Snapshot) -> list[dict[str, Any]]:
     """The calls of a rollout, each as `call_row`."""

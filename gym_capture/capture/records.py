@@ -27,6 +27,30 @@ from gym_capture.errors import RecordError
 from gym_capture.reasons import ExcludedReason
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = [
+    "SCHEMA_VERSION",
+    "CallIntent",
+    "CallRecord",
+    "CallReply",
+    "CallRequest",
+    "Continues",
+    "IdArray",
+    "LogProbArray",
+    "LostCall",
+    "Parent",
+    "PolicyTrace",
+    "PrefixSupply",
+    "RecordProblem",
+    "Root",
+    "Snapshot",
+    "TokenEntry",
+    "TurnKeys",
+    "Unresolved",
+    "WeightSpan",
+    "as_ids",
+    "delivered_by",
+]
+
 IdArray: TypeAlias = npt.NDArray[np.int32]
 LogProbArray: TypeAlias = npt.NDArray[np.float32]
 

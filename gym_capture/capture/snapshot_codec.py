@@ -29,6 +29,8 @@ from gym_capture.capture.records import LostCall, RecordProblem, Snapshot, deliv
 from gym_capture.capture.suffixes import StoredRecord, StoredRollout, complete, stored_form
 from gym_capture.errors import RecordError
 
+__all__ = ["decode_snapshot", "decode_stored", "encode_snapshot", "join_snapshot", "with_delivery"]
+
 _SNAPSHOT_MAGIC: Final = b"GCES"
 _SNAPSHOT_FIELDS: Final = {"rollout_id", "snapshot_id", "version", "incomplete", "problems", "delivery", "entry_sizes"}
 

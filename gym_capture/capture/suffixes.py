@@ -28,6 +28,8 @@ from gym_capture.capture.records import (
     whole_entry,
 )
 
+__all__ = ["StoredRecord", "StoredRollout", "complete"]
+
 StoredRecord: TypeAlias = TokenEntry | EntrySuffix
 """A record in either form."""
 _Key: TypeAlias = tuple[str, str]

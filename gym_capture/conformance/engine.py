@@ -26,6 +26,8 @@ from gym_capture.conversation import Conversation, Message
 from gym_capture.engines.base import Engine, Generation, GenerationChunk
 from gym_capture.errors import InvalidRequestError
 
+__all__ = ["ENGINE_CHECKS", "EngineCheck", "run_engine_check", "run_engine_conformance"]
+
 EngineCheck: TypeAlias = Callable[[Engine], Awaitable[None]]
 
 LONG: Final = 2_000

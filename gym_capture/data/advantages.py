@@ -27,6 +27,8 @@ import numpy.typing as npt
 
 from gym_capture.reasons import MaskReason
 
+__all__ = ["Scale", "group_advantages", "reward_problems"]
+
 Scale: TypeAlias = Literal["none", "population_std", "sample_std", "leave_one_out"]
 
 _EPSILON: Final = 1e-6

@@ -39,6 +39,8 @@ from gym_capture.data.trajectory_files import write_files
 from gym_capture.errors import ConfigError
 from gym_capture.stores.base import standings_of
 
+__all__ = ["NemoGymDirectory", "build_directory"]
+
 # A part is a file and a task of a worker. Small rollouts cost less than a file, large ones fill a worker for a while.
 _ALONE_PER_PART: Final = 1_000
 

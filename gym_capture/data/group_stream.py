@@ -27,6 +27,8 @@ from gym_capture.data.requests import Request, read_group
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import ConfigError, StoreUnavailableError, StreamLostError
 
+__all__ = ["BuiltGroup", "stream_groups"]
+
 _T = TypeVar("_T")
 
 Tell: TypeAlias = Callable[[Mapping[str, Any]], None]

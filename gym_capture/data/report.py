@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from gym_capture.data.groups import RolloutSummary
 from gym_capture.reasons import reason_name
 
+__all__ = ["BuildReport"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildReport:

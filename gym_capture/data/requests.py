@@ -27,6 +27,8 @@ from gym_capture.reasons import AttemptFailure
 from gym_capture.regular_files import open_regular
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = ["REQUEST_SCHEMA", "Request", "read_requests"]
+
 ROLLOUTS_PER_PART: Final = 64
 """How many a part has, if nobody says otherwise: it is one file and one task of a worker."""
 

@@ -29,6 +29,8 @@ from gym_capture.capture.records import Snapshot
 from gym_capture.errors import RecordError
 from gym_capture.reasons import reason_name
 
+__all__ = ["OPTIONAL", "SCHEMA", "TRAJECTORY_SCHEMA_VERSION", "VERSION_KEY", "read_pairs", "read_spans", "read_tensor"]
+
 Row: TypeAlias = dict[str, Any]
 
 TRAJECTORY_SCHEMA_VERSION: Final = 2

@@ -25,6 +25,8 @@ from gym_capture.errors import ConfigError, StaleSnapshotError
 from gym_capture.imports import load
 from gym_capture.stores.base import standings_of
 
+__all__ = ["AheadSource", "SourceFactory", "SourceSpec"]
+
 
 class AheadSource(ABC):
     """A source that can fetch several rollouts in one go. An ability: sources have it that name this as a base."""

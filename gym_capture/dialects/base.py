@@ -20,6 +20,19 @@ from gym_capture.calls import ModelReply, ModelRequest, ReplyEvent, TokenLogProb
 from gym_capture.conversation import json_without_surrogates
 from gym_capture.errors import InvalidRequestError, Overflow
 
+__all__ = [
+    "ApiError",
+    "Dialect",
+    "ErrorKind",
+    "ReplyIdentity",
+    "Route",
+    "Schema",
+    "StreamEncoder",
+    "TokenCounting",
+    "json_type",
+    "parse_object",
+]
+
 ErrorKind: TypeAlias = Literal[
     "invalid_request",
     "context_length",

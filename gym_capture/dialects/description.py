@@ -12,6 +12,24 @@ from typing import Final
 from gym_capture.dialects.base import Schema
 from gym_capture.dialects.fields import MAX_COUNT, MAX_STOP_STRINGS
 
+__all__ = [
+    "BOOLEAN",
+    "NAME",
+    "NUMBER",
+    "OBJECT",
+    "OPENAI_ERROR",
+    "POSITIVE",
+    "SAMPLING",
+    "STOP",
+    "STOPS",
+    "STRING",
+    "array_of",
+    "content_of",
+    "object_of",
+    "one_of",
+    "reply_of",
+]
+
 STRING: Final[Schema] = {"type": "string"}
 NAME: Final[Schema] = {"type": "string", "minLength": 1}
 BOOLEAN: Final[Schema] = {"type": "boolean"}

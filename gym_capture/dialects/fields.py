@@ -12,6 +12,36 @@ from gym_capture.dialects.base import json_type
 from gym_capture.errors import InvalidRequestError
 from gym_capture.reasons import RequestRule, join_reason
 
+__all__ = [
+    "INTEGERS",
+    "MAX_BIASES",
+    "MAX_COUNT",
+    "MAX_STOP_STRINGS",
+    "NEUTRAL",
+    "NUMBERS",
+    "SAMPLING",
+    "array",
+    "boolean",
+    "count",
+    "integer",
+    "json_text",
+    "left_out",
+    "mapping",
+    "number",
+    "one_generation",
+    "required_string",
+    "sampling",
+    "shown",
+    "stop_strings",
+    "string",
+    "strings",
+    "text",
+    "tool",
+    "wants_usage",
+    "whole_pin",
+    "wrong_type",
+]
+
 MAX_COUNT: Final = 2**53
 """Up to here every writer of JSON keeps integers exact."""
 

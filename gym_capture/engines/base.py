@@ -20,6 +20,8 @@ from gym_capture.capture.records import IdArray, LogProbArray, WeightSpan
 from gym_capture.engines.weights import WeightControl
 from gym_capture.splice.template import ChatTemplate
 
+__all__ = ["Engine", "EngineFactory", "Generation", "GenerationChunk", "ModelInfo", "OutputParser", "reported_amiss"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:

@@ -42,6 +42,8 @@ from gym_capture.errors import ConfigError
 from gym_capture.reasons import TemplateRule
 from gym_capture.splice.template import Adapted, TemplateError, control_pattern, new_nonce, split_controls
 
+__all__ = ["HfChatTemplate"]
+
 # Some models have control tokens that are not marked as special, such as <｜User｜>. Names in mere brackets, such as
 # <think>, are no control tokens: clients write them in texts, and templates look for them there.
 _IN_BARS: Final = re.compile(r"<[|｜].+>|<.+[|｜]>")

@@ -26,6 +26,8 @@ from gym_capture.engines.scripted_weights import ScriptedWeights, Spans
 from gym_capture.errors import EngineDeadError, EngineError
 from gym_capture.splice.template import ChatTemplate
 
+__all__ = ["DEFAULT_LOG_PROB", "EngineCall", "Script", "ScriptedEngine", "Scripter", "Step", "in_order", "saying"]
+
 DEFAULT_LOG_PROB: Final = -0.5
 
 

@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+__all__ = ["Environment", "EnvironmentFactory", "Observation", "Register", "Score", "Task", "TaskMaker"]
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

@@ -26,6 +26,22 @@ from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.environment import Environment, Observation
 
+__all__ = [
+    "Completed",
+    "Endpoint",
+    "Failed",
+    "Harness",
+    "Outcome",
+    "RepeatableHarness",
+    "ToolLoop",
+    "ToolLoopOptions",
+    "carry_out",
+    "check_repeats",
+    "failed_by_http_status",
+    "says_too_long",
+    "tool_loop",
+]
+
 _LONGEST_WAIT_S: Final = 60.0
 _LONGEST_DETAIL: Final = 500
 _CONTEXT_LENGTH: Final = "context_length_exceeded"

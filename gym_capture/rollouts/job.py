@@ -43,6 +43,8 @@ from gym_capture.rollouts.outage import Outage
 from gym_capture.rollouts.patience import Patience
 from gym_capture.rollouts.progress import Counting, JobProgress, uncounted
 
+__all__ = ["JobOptions", "JobRun", "JobSummary", "Rollout", "RolloutJob"]
+
 _LONGEST_WAIT_S = 30.0
 _DOUBLED: Final = 60
 """How often the wait may double: as a number, it has an end."""

@@ -25,6 +25,8 @@ from gym_capture.rollouts.harness import Harness, check_repeats
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.patience import Late, Patience, Raised
 
+__all__ = ["FORMAT_VERSION", "EndpointSection", "JobFile", "LimitsSection", "Named", "RaySection", "TasksSection"]
+
 FORMAT_VERSION: Final = 1
 _MADE_TASKS: Final = 4
 _JOB_DEFAULTS: Final = JobOptions(job_id="")

@@ -19,6 +19,8 @@ from gym_capture.serving.config import DEPLOYMENT, LONGEST_DRAIN_S, GraphArgs, L
 from gym_capture.serving.policy import Policy
 from gym_capture.stores.base import StoreFactory
 
+__all__ = ["build_app"]
+
 logger = logging.getLogger(__name__)
 
 _ANY_NUMBER: Final = 100_000

@@ -31,6 +31,8 @@ from gym_capture.serving.state import LINEAGE_BYTES, WAITING_BYTES
 from gym_capture.serving.weights_plane import STEP_TIMEOUT_S, TRAINER_TIMEOUT_S
 from gym_capture.stores import DEFAULT_DIRECTORY
 
+__all__ = ["APP_IMPORT_PATH", "DEPLOYMENT", "GraphArgs", "Limits", "StateArgs", "WeightsArgs"]
+
 
 def _json_if_string(value: object) -> object:
     """`serve run module:build_app key=value` passes strings; let objects be written as JSON there."""

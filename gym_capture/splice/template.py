@@ -36,6 +36,8 @@ from gym_capture.conversation import (
 )
 from gym_capture.errors import InvalidRequestError
 
+__all__ = ["Adapted", "ChatTemplate", "Protected", "TemplateError"]
+
 _MAX_REMEMBERED: Final = 100
 """Names and keys recur from call to call; those that are longer are looked through each time, and take no memory."""
 

@@ -22,6 +22,19 @@ from gym_capture.imports import load
 from gym_capture.reasons import CaptureMark, reason_name
 from gym_capture.rollout_counts import RolloutCounts
 
+__all__ = [
+    "CommitCounts",
+    "CountedStore",
+    "EncodedStore",
+    "ListedStore",
+    "MeasuredStore",
+    "StoreFactory",
+    "StoreStats",
+    "counts_of",
+    "standings_of",
+    "status_of",
+]
+
 
 @dataclass(frozen=True, slots=True)
 class StoreFactory:

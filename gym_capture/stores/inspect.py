@@ -25,6 +25,8 @@ from gym_capture.stores.recovery import DamagedRange, Replayed, SegmentSummary, 
 from gym_capture.stores.replay import read_segments
 from gym_capture.stores.segments import Location, SegmentReader
 
+__all__ = ["LogReport", "RolloutReport", "read_snapshots", "scan"]
+
 _ATTEMPTS: Final = 5
 
 

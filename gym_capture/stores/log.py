@@ -46,6 +46,8 @@ from gym_capture.stores.segments import (
     make_directory,
 )
 
+__all__ = ["LogStore", "open_log"]
+
 _DISK: Final = Disk()
 
 

@@ -18,6 +18,8 @@ from gym_capture.capture.suffixes import StoredRecord, complete
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.stores.rollout_states import RolloutStates, prepared
 
+__all__ = ["MemoryStore"]
+
 
 class MemoryStore:
     """A `RecordStore`."""

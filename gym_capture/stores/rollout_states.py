@@ -43,6 +43,8 @@ from gym_capture.capture.rollout_state import (
 from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = ["Prepared", "RolloutStates", "prepared"]
+
 
 class Prepared(NamedTuple):
     """An operation that is well-formed."""
