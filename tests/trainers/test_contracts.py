@@ -123,8 +123,8 @@ def test_TR_02_rows_of_a_rollout_are_one_session_of_verl_and_its_main_chain_the_
     assert rows[1]["output"]["extra_fields"]["trajectory_id"] == "split/b"
     assert [row["tag"]["min_global_steps"] for row in rows] == [4, 3, 3, 3]
     assert [row["tag"]["max_global_steps"] for row in rows] == [4, 4, 3, 3]
-    assert verl.prompt_tag(GROUP)["status"] == "finished"
-    assert verl.prompt_tag([each for each in GROUP if each.masked])["status"] == "failure"
+    assert verl.prompt_tag(GROUP, 4) == {"is_prompt": True, "status": "finished", "global_steps": 4}
+    assert verl.prompt_tag([each for each in GROUP if each.masked], 4)["status"] == "failure"
 
 
 def test_TR_02_rows_of_a_rollout_stand_together_in_skyrl_and_its_main_chain_is_the_last_step() -> None:
