@@ -176,4 +176,5 @@ def _sequence(trajectory: Trajectory) -> TrainSequence:
         finish_reason=trajectory.finish_reason,
         spans=trajectory.spans,
         routed_experts=trajectory.routed_experts,
+        sampling_mask=trajectory.sampling_mask,
     )

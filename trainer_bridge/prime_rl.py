@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from gym_capture.capture.sampling_masks import NO_ID
 from trainer_bridge.finished import JsonObject
 from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery
@@ -37,8 +38,8 @@ FIELDS: Final = (
 def project(rollouts: Sequence[TrainRollout], delivery: Delivery) -> Iterator[JsonObject]:
     """The fields of a `TrainingSample` for each trajectory.
 
-    `routed_experts` has a row for each id: that of the
-    last one, which no model has run, is zeros.
+    `routed_experts` has a row for each id: that of the last one, which no model has run, is zeros. `sampling_mask` has
+    a count for each id, 0 where it is not trained.
     """
     for sample in delivery.samples(rollouts, advantages=True):
         rollout = sample.rollout
@@ -57,6 +58,10 @@ def project(rollouts: Sequence[TrainRollout], delivery: Delivery) -> Iterator[Js
             lacking = [(0, sample.token_ids.size - len(experts)), *((0, 0) for _ in experts.shape[1:])]
             rows = np.pad(experts, lacking)
             made["routed_experts"] = {"data": rows.ravel().tolist(), "shape": rows.shape, "dtype": rows.dtype.name}
+        support = sample.sampling_rows()
+        if support is not None:
+            kept = support != NO_ID
+            made["sampling_mask"] = {"ids": support[kept].tolist(), "counts": kept.sum(axis=1).tolist()}
         yield made
 
 
@@ -67,6 +72,10 @@ def positional(sample: Mapping[str, Any]) -> list[Any]:
     if experts is not None:
         data = np.array(experts["data"], dtype=experts["dtype"]).tobytes()
         values[FIELDS.index("routed_experts")] = [data, list(experts["shape"]), experts["dtype"]]
+    support = sample.get("sampling_mask")
+    if support is not None:
+        arrays = [np.array(support[name], dtype=np.int32).tobytes() for name in ("ids", "counts")]
+        values[FIELDS.index("sampling_mask")] = arrays
     while values[-1] is None:
         values.pop()
     return values

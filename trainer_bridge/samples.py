@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from gym_capture.build.trajectories import Span
 from gym_capture.capture.records import IdArray, LogProbArray
+from gym_capture.capture.sampling_masks import NO_ID, are_ids
 from gym_capture.data.advantages import reward_problems
 from gym_capture.reasons import LeftOutReason, Reason
 from trainer_bridge.stream import TrainRollout, TrainSequence
@@ -90,6 +91,18 @@ class Sample:
             if span.sampling is not None and span.sampling.temperature is not None:
                 found[span.start : span.end] = span.sampling.temperature
         return found
+
+    def sampling_rows(self) -> npt.NDArray[np.int32] | None:
+        """int32 [T, ids]. What each trained id was sampled from, -1 behind the last of them, and nothing but -1 where
+        none is trained. As wide as the calls' top-k, if that is known. None: not recorded as ids."""
+        recorded = self.sequence.sampling_mask
+        if recorded is None or not are_ids(recorded):
+            return None
+        limits = [span.sampling.top_k or 0 for span in self.sequence.spans if span.sampling is not None]
+        rows = np.full((self.token_ids.size, max([recorded.shape[1], *limits])), NO_ID, dtype=np.int32)
+        rows[self.sequence.loss_mask, : recorded.shape[1]] = recorded
+        rows[~self.mask] = NO_ID
+        return rows
 
 
 @dataclass(slots=True)

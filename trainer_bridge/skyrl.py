@@ -6,8 +6,9 @@ baseline; masked ones have no row.
 
 Flow: a group -> `Delivery.samples` -> `generator_output`, columns with an element for each row -> a line.
 
-For `generator.step_wise_trajectories=true`. Of `GeneratorOutput` only `trajectory_ids` are not plain: each is what a
-`TrajectoryID` is made of. SkyRL's outcome advantages ignore the rewards of rows that are not last.
+For `generator.step_wise_trajectories=true`. Of `GeneratorOutput` two columns are not plain: each of `trajectory_ids` is
+what a `TrajectoryID` is made of, each of `rollout_sample_support` an int32 array. SkyRL's outcome advantages ignore the
+rewards of rows that are not last.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Final
 
+import numpy as np
+
+from gym_capture.capture.sampling_masks import NO_ID
 from trainer_bridge.finished import JsonObject
 from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery, session_numbers
@@ -45,10 +49,19 @@ def generator_output(rollouts: Sequence[TrainRollout], delivery: Delivery) -> Js
         ],
         "is_last_step": [*(a.rollout is not b.rollout for a, b in pairwise(samples)), True],
         "rollout_expert_indices": None,
+        "rollout_sample_support": None,
     }
     experts = [each.sequence.routed_experts for each in samples]
     if all(rows is not None for rows in experts):
         output["rollout_expert_indices"] = [rows.tolist() for rows in experts if rows is not None]
+    supports = [each.sampling_rows() for each in samples]
+    known = [rows for rows in supports if rows is not None]
+    if len(known) == len(samples):
+        width = max(rows.shape[1] for rows in known)
+        output["rollout_sample_support"] = [
+            np.pad(rows, ((0, 0), (0, width - rows.shape[1])), constant_values=NO_ID)[each.prompt_length :].tolist()
+            for each, rows in zip(samples, known, strict=True)
+        ]
     return output
 
 

@@ -59,6 +59,8 @@ class TrainSequence:
     """The segments with loss: the call, the version of the weights and the sampling parameters of each."""
     routed_experts: npt.NDArray[Any] | None = None
     """[T - 1 or T, layers, topk]. None: not recorded, or not read."""
+    sampling_mask: npt.NDArray[Any] | None = None
+    """[ids with loss, ...], as recorded (`capture.sampling_masks`). None: not recorded, or not read."""
 
     @property
     def weight_versions(self) -> frozenset[str]:

@@ -5,7 +5,7 @@ them. verl compares sessions by the last row of each and gives its advantage to 
 rows counts once in the baseline; masked ones are no session at all.
 
 Flow: a group -> `Delivery.samples` -> `project`, a row for each trajectory. A group's `prompt_tag` goes under its `uid`
-when all of its rows are there.
+when all of its rows are there. verl looks at how old a group is by the `global_steps` of that tag.
 
 verl's estimators other than GRPO take each row as a rollout of its own, and its losses that average over rows weigh
 rows: `Delivery.split_rollouts` says of how many rollouts.
@@ -50,9 +50,13 @@ def project(rollouts: Sequence[TrainRollout], delivery: Delivery) -> Iterator[Js
         }
 
 
-def prompt_tag(rollouts: Sequence[TrainRollout]) -> JsonObject:
-    """The tag of the group's prompt: how its sessions ended, as verl's replay buffer reads it."""
-    return {"is_prompt": True, "status": "finished" if any(not each.masked for each in rollouts) else "failure"}
+def prompt_tag(rollouts: Sequence[TrainRollout], global_steps: int) -> JsonObject:
+    """The tag of the group's prompt: how its sessions ended, as verl's replay buffer reads it.
+
+    `global_steps`: the trainer's step for which it was played; a tag of a row may have it, too.
+    """
+    status = "finished" if any(not each.masked for each in rollouts) else "failure"
+    return {"is_prompt": True, "status": status, "global_steps": global_steps}
 
 
 def _output(sample: Sample) -> JsonObject:

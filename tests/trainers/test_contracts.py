@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gym_capture.build.builder import BuildOptions
+from gym_capture.build.sampling import Sampling
 from gym_capture.errors import RecordError
 from gym_capture.reasons import LeftOutReason
 from tests.rollout_strategies import damaged_rollouts, snapshot_of
@@ -122,8 +123,8 @@ def test_TR_02_rows_of_a_rollout_are_one_session_of_verl_and_its_main_chain_the_
     assert rows[1]["output"]["extra_fields"]["trajectory_id"] == "split/b"
     assert [row["tag"]["min_global_steps"] for row in rows] == [4, 3, 3, 3]
     assert [row["tag"]["max_global_steps"] for row in rows] == [4, 4, 3, 3]
-    assert verl.prompt_tag(GROUP)["status"] == "finished"
-    assert verl.prompt_tag([each for each in GROUP if each.masked])["status"] == "failure"
+    assert verl.prompt_tag(GROUP, 4) == {"is_prompt": True, "status": "finished", "global_steps": 4}
+    assert verl.prompt_tag([each for each in GROUP if each.masked], 4)["status"] == "failure"
 
 
 def test_TR_02_rows_of_a_rollout_stand_together_in_skyrl_and_its_main_chain_is_the_last_step() -> None:
@@ -185,6 +186,34 @@ def test_routed_experts_go_along() -> None:
     sent = msgspec.msgpack.encode(prime_rl.positional(sample))
     data, shape, dtype = msgspec.msgpack.decode(sent, type=SAMPLE, strict=True).routed_experts
     assert np.frombuffer(data, dtype).reshape(shape).tolist() == [*experts.tolist(), [[0], [0]]]
+
+
+def test_sampling_masks_go_along() -> None:
+    main = GROUP[0].sequences[0]  # its ids with loss are those at 2, 3, 5 and 6
+    recorded = np.array([[7, 8], [9, -1], [6, 10], [7, 11]], dtype=np.int32)
+    top_3 = tuple(replace(each, sampling=Sampling(temperature=0.5, top_k=3)) for each in main.spans)
+    log_probs = main.log_probs.copy()
+    log_probs[3] = np.nan
+    masked = replace(main, sampling_mask=recorded, spans=top_3, log_probs=log_probs)
+    one = replace(GROUP[0], sequences=(masked,))
+    (output,) = skyrl.project([one], Delivery())
+    none = [-1, -1, -1]
+    assert output["rollout_sample_support"] == [[[7, 8, -1], none, none, [6, 10, -1], [7, 11, -1]]]
+    (sample,) = prime_rl.project([one], Delivery())
+    sent = msgspec.msgpack.encode(prime_rl.positional(sample))
+    ids, counts = msgspec.msgpack.decode(sent, type=SAMPLE, strict=True).sampling_mask
+    assert np.frombuffer(ids, np.int32).tolist() == [7, 8, 6, 10, 7, 11]
+    assert np.frombuffer(counts, np.int32).tolist() == [0, 0, 2, 0, 0, 2, 2]
+
+
+def test_sampling_masks_that_some_rows_lack_or_have_in_another_form_stay_out() -> None:
+    main, side = GROUP[0].sequences
+    recorded = np.array([[7], [9], [6], [7]], dtype=np.int32)
+    for sequences in ((replace(main, sampling_mask=recorded), side), (replace(main, sampling_mask=recorded > 6),)):
+        one = replace(GROUP[0], sequences=sequences)
+        (output,) = skyrl.project([one], Delivery())
+        assert output["rollout_sample_support"] is None
+    assert "sampling_mask" not in list(prime_rl.project([one], Delivery()))[-1]
 
 
 # --- prime-rl's struct, which is in no package --------------------------------------------------------------------
