@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
-from collections.abc import Mapping, Set
+import os
+from collections.abc import Iterable, Iterator, Mapping, Set
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple, TypeAlias, get_args
@@ -35,7 +36,8 @@ _SUFFIX: Final = ".safetensors"
 _LENGTH_BYTES: Final = 8
 _LONGEST_HEADER_BYTES: Final = 100_000_000
 """As safetensors itself allows."""
-_PIECE_BYTES: Final = 16 << 20
+_PIECE_BYTES: Final = 1 << 20
+_MOST_READERS: Final = 8
 _FLOATS: Final[Mapping[str, tuple[str, int]]] = {
     "F64": ("<u8", 0x7FF0_0000_0000_0000),
     "F32": ("<u4", 0x7F80_0000),
@@ -139,7 +141,8 @@ def seal(folder: Path, *, version: int) -> Payload:
     names = sorted(file.name for file in folder.glob(f"*{_SUFFIX}"))
     if not names:
         raise WeightsRefusedError(f"{folder} has no {_SUFFIX} files")
-    files = {name: FileSum((folder / name).stat().st_size, _sha256(folder / name)) for name in names}
+    read = _read_all(folder, {name: {} for name in names})
+    files = {name: FileSum(each.size_bytes, each.sha256) for name, each in zip(names, read, strict=True)}
     content = {"format": _FORMAT, "version": version, "files": {name: each._asdict() for name, each in files.items()}}
     replace_file(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync_directory(folder.parent)
@@ -174,24 +177,24 @@ def payload_at(folder: str) -> Payload:
 
 
 def verify(payload: Payload, model: ModelSpec, *, allow_non_finite: bool = False) -> None:
-    """Reads the whole payload. Raises `WeightsRefusedError` that names what is wrong with it."""
+    """Reads the payload, its headers first, all else once. Raises `WeightsRefusedError` that names what is wrong."""
+    found = {name: tensors_in(Path(payload.folder) / name) for name in payload.files}
     tensors: dict[str, TensorSpec] = {}
-    for name, expected in payload.files.items():
-        file = Path(payload.folder) / name
-        found = tensors_in(file)
-        twice = tensors.keys() & found.keys()
+    for each in found.values():
+        twice = tensors.keys() & each.keys()
         if twice:
             raise WeightsRefusedError(f"{payload.folder} has {_few(twice)} twice")
-        tensors |= found
-        if file.stat().st_size != expected.size_bytes or _sha256(file) != expected.sha256:
-            raise WeightsRefusedError(f"{file} is not the file that its manifest describes: its checksum differs")
-        if not allow_non_finite:
-            not_finite = _not_finite(file, found)
-            if not_finite is not None:
-                raise WeightsRefusedError(
-                    f"{not_finite} has values that are NaN or infinite; `allow_non_finite` serves them all the same"
-                )
+        tensors |= each
     compare(tensors, model)
+    for (name, expected), read in zip(payload.files.items(), _read_all(Path(payload.folder), found), strict=True):
+        if (read.size_bytes, read.sha256) != expected:
+            raise WeightsRefusedError(
+                f"{Path(payload.folder) / name} is not the file that its manifest describes: its checksum differs"
+            )
+        if read.not_finite is not None and not allow_non_finite:
+            raise WeightsRefusedError(
+                f"{read.not_finite} has values that are NaN or infinite; `allow_non_finite` serves them all the same"
+            )
 
 
 def compare(tensors: Mapping[str, TensorSpec], model: ModelSpec) -> None:
@@ -220,26 +223,65 @@ def _few(names: Set[str]) -> str:
     return ", ".join(ordered[:_NAMED]) + more
 
 
-def _sha256(file: Path) -> str:
+class _Read(NamedTuple):
+    """What reading a file says of it."""
+
+    size_bytes: int
+    sha256: str
+    not_finite: str | None
+    """The first tensor with a value that is no number, or without end."""
+
+
+def _read_all(folder: Path, files: Mapping[str, Mapping[str, TensorSpec]]) -> Iterable[_Read]:
+    """Files of `folder`, with the tensors that their headers describe. Several are read at a time."""
+    with ThreadPoolExecutor(_readers(), thread_name_prefix="read-weights") as pool:
+        return list(pool.map(lambda name: _read(folder / name, files[name]), files))
+
+
+def _readers() -> int:
+    """Checksums are slower than disks. Half of the processors at most: others compute here, too."""
+    return max(1, min(_MOST_READERS, (os.cpu_count() or 1) // 2))
+
+
+def _read(file: Path, tensors: Mapping[str, TensorSpec]) -> _Read:
+    """One pass for all: a piece is looked at for what is not finite while the processor has it in its cache.
+
+    Read, not mapped: where a disk fails, or a file is cut meanwhile, that is an error and not the end of the process.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_PIECE_BYTES))
+    size, not_finite = 0, None
     try:
         with file.open("rb") as opened:
-            return hashlib.file_digest(opened, "sha256").hexdigest()
+            for name, dtype, end in _spans(file, tensors):
+                while size < end and (count := opened.readinto(buffer[: min(_PIECE_BYTES, end - size)])):
+                    piece = buffer[:count]
+                    digest.update(piece)
+                    if not_finite is None and dtype in _FLOATS and not _is_finite(piece, dtype):
+                        not_finite = name
+                    size += count
+            while count := opened.readinto(buffer):
+                digest.update(buffer[:count])
+                size += count
     except OSError as error:
         raise WeightsRefusedError(f"{file} cannot be read: {error.strerror}") from error
+    return _Read(size, digest.hexdigest(), not_finite)
 
 
-def _not_finite(file: Path, tensors: Mapping[str, TensorSpec]) -> str | None:
-    """The first tensor with a value that is no number, or without end."""
-    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
-        for name, spec in tensors.items():
-            if spec.dtype not in _FLOATS:
-                continue
-            kind, exponent = _FLOATS[spec.dtype]
-            size = np.dtype(kind).itemsize
-            for start in range(spec.start, spec.end, _PIECE_BYTES):
-                count = (min(start + _PIECE_BYTES, spec.end) - start) // size
-                # A copy: nothing may point into the mapping when it is closed.
-                values = np.frombuffer(mapped[start : start + count * size], dtype=kind)
-                if np.any((values & values.dtype.type(exponent)) == exponent):
-                    return name
-    return None
+def _spans(file: Path, tensors: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str, int]]:
+    """A file from its beginning to the end of its last tensor, cut where tensors begin and end: whose each span is, its
+    type - of what is between tensors, none -, and where it ends.
+    """
+    end = 0
+    for name, spec in sorted(tensors.items(), key=lambda each: each[1].start):
+        if spec.start < end:
+            raise WeightsRefusedError(f"{file} is no safetensors file: {name} lies in another tensor")
+        yield "", "", spec.start
+        yield name, spec.dtype, spec.end
+        end = spec.end
+
+
+def _is_finite(piece: memoryview, dtype: str) -> bool:
+    kind, exponent = _FLOATS[dtype]
+    values = np.frombuffer(piece, dtype=kind, count=len(piece) // np.dtype(kind).itemsize)
+    return values.size == 0 or int((values & values.dtype.type(exponent)).max()) != exponent

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from gym_capture import weights
 from gym_capture.errors import ConfigError, WeightsRefusedError
 from gym_capture.models import tiny_dir
 from gym_capture.weights import MANIFEST, model_spec, payload_at, seal, tensors_in, verify
@@ -59,6 +63,68 @@ def test_a_single_value_that_is_not_finite_is_found(tmp_path: Path, dtype: torch
     with pytest.raises(WeightsRefusedError, match=rf"{DOWN} has values that are NaN or infinite"):
         whole(payload.folder)
     whole(payload.folder, allow_non_finite=True)
+
+
+def test_every_piece_of_a_tensor_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "_PIECE_BYTES", 4096)
+    rows = tiny_tensors()[DOWN].shape[0]
+    for row in (0, rows // 2, rows - 1):
+
+        def spoil(tensors: dict[str, Any], row: int = row) -> None:
+            tensors[DOWN][row, row] = float("nan")
+
+        with pytest.raises(WeightsRefusedError, match=rf"{DOWN} has values that are NaN"):
+            whole(weights_folder(tmp_path, row + 1, spoil=spoil).folder)
+
+
+def test_the_checksum_is_that_of_the_file_whatever_lies_between_its_tensors(tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 1)
+    file = Path(payload.folder) / "model.safetensors"
+    assert payload.files[file.name].sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+    _describe_anew(file, lambda header: header.pop(DOWN))  # its bytes belong to no tensor now
+    seal(file.parent, version=2)
+    with pytest.raises(WeightsRefusedError, match=rf"it lacks {DOWN}"):
+        whole(payload.folder)
+    spec = model_spec(tiny_dir())
+    verify(payload_at(payload.folder), replace(spec, tensors={n: t for n, t in spec.tensors.items() if n != DOWN}))
+
+
+def test_tensors_that_lie_in_each_other_are_no_checkpoint(tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 1)
+    file = Path(payload.folder) / "model.safetensors"
+
+    def overlap(header: dict[str, Any]) -> None:
+        first, second = sorted(header, key=lambda name: list(header[name]["data_offsets"]))[:2]
+        header[second]["data_offsets"][0] = header[first]["data_offsets"][0]
+
+    _describe_anew(file, overlap)
+    seal(file.parent, version=2)
+    with pytest.raises(WeightsRefusedError, match="lies in another tensor"):
+        whole(payload.folder)
+
+
+def test_of_several_files_each_is_read(tmp_path: Path) -> None:
+    tensors = tiny_tensors()
+    for number, name in enumerate(tensors):
+        save_file({name: tensors[name]}, tmp_path / f"{number:02d}.safetensors")
+    seal(tmp_path, version=1)
+    whole(str(tmp_path))
+    for file in sorted(tmp_path.glob("*.safetensors")):
+        content = file.read_bytes()
+        file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        with pytest.raises(WeightsRefusedError, match=rf"{file.name} is not the file .* checksum differs"):
+            whole(str(tmp_path))
+        file.write_bytes(content)
+
+
+def _describe_anew(file: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header.pop("__metadata__", None)
+    change(header)
+    described = json.dumps(header).encode()
+    file.write_bytes(len(described).to_bytes(8, "little") + described + content[8 + length :])
 
 
 def test_the_largest_numbers_are_finite(tmp_path: Path) -> None:

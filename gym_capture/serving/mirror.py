@@ -1,32 +1,35 @@
-"""The second copy of a shard's log, in an actor on another node.
+"""The second copy of what an actor keeps on its node's disk, in an actor on another node: of a shard's log, here.
 
-Invariant: a mirror that is written to is never on the node of its shard. One that was left on the shard's own node, by
-a shard that came back there, is read from if it is the newest, and then ended.
+Invariant: a mirror that is written to is never on the node of its owner. One that was left on the owner's own node, by
+an owner that came back there, is read from if it is the newest, and then ended.
 
 Flow: `mirror_of` gives a shard's store the log's end of it -> the store asks for the newest copy, then for a peer to
 write to -> the actor appends the same bytes and syncs them. Which copy counts and what happens when one is lost stands
-in `gym_capture.stores.mirror`.
+in `gym_capture.stores.mirror`. `Peers` finds the copies of anything that is kept so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import ActorUnschedulableError, GetTimeoutError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from gym_capture.stores.mirror import Mirror, MirrorDirectory, MirrorLostError, Receiver
+from gym_capture.stores.mirror import Mirror, MirrorDirectory, MirrorLostError
+
+_P = TypeVar("_P", bound="Peer")
 
 _ANSWER_WITHIN_S: Final = 30.0
 
 
 def mirror_of(*, index: int, directory: Path, namespace: str) -> Mirror:
     """The log's end of the mirror of shard `index`; copies are kept in `directory` of other nodes."""
-    peers = _Peers(index, directory, namespace)
+    host = (MirrorActor, directory / f"mirror-{index:04d}")
+    peers = Peers(f"{index}", host, _Remote, place=index, namespace=namespace)
     return Mirror(peers.find, newest=peers.newest)
 
 
@@ -67,55 +70,65 @@ class MirrorActor:
         self._kept.cut(generation, number, size)
 
 
-class _Remote:
-    """A `Receiver` in an actor. Blocks, so it is for the threads of a store, not for its event loop."""
+class Peer:
+    """A copy in an actor. Blocks, so it is for threads, not for an event loop. Raises `MirrorLostError`."""
 
     def __init__(self, actor: ActorHandle[Any]) -> None:
         self.actor = actor
 
     def node_id(self) -> str:
-        return str(_answer(self.actor.node_id.remote()))
-
-    def claim(self, generation: int) -> None:
-        _answer(self.actor.claim.remote(generation))
+        return str(peer_answer(self.actor.node_id.remote()))
 
     def generation(self) -> int:
-        return int(_answer(self.actor.generation.remote()))
+        return int(peer_answer(self.actor.generation.remote()))
+
+
+class _Remote(Peer):
+    """A `Receiver` in an actor."""
+
+    def claim(self, generation: int) -> None:
+        peer_answer(self.actor.claim.remote(generation))
 
     def set_generation(self, generation: int) -> None:
-        _answer(self.actor.set_generation.remote(generation))
+        peer_answer(self.actor.set_generation.remote(generation))
 
     def inventory(self) -> dict[int, tuple[int, bytes]]:
-        found: dict[int, tuple[int, bytes]] = _answer(self.actor.inventory.remote())
+        found: dict[int, tuple[int, bytes]] = peer_answer(self.actor.inventory.remote())
         return found
 
     def append(self, generation: int, number: int, offset: int, data: bytes) -> Callable[[], None]:
         reply = self.actor.append.remote(generation, number, offset, data)
-        return lambda: _answer(reply)
+        return lambda: peer_answer(reply)
 
     def read(self, number: int, offset: int, size: int) -> bytes:
-        return bytes(_answer(self.actor.read.remote(number, offset, size)))
+        return bytes(peer_answer(self.actor.read.remote(number, offset, size)))
 
     def cut(self, generation: int, number: int, size: int) -> None:
-        _answer(self.actor.cut.remote(generation, number, size))
+        peer_answer(self.actor.cut.remote(generation, number, size))
 
 
-class _Peers:
-    """The actors that keep copies of one shard's log: named after the shard and their node."""
+class Peers(Generic[_P]):
+    """The actors that keep copies of one thing: named after it and their node."""
 
-    def __init__(self, index: int, directory: Path, namespace: str) -> None:
-        self._index = index
-        self._directory = directory / f"mirror-{index:04d}"
+    def __init__(
+        self, name: str, host: tuple[type, Path], reach: Callable[[ActorHandle[Any]], _P], *, place: int, namespace: str
+    ) -> None:
+        """`host`: the class of the actor, and its directory. `place`: which of the nodes elsewhere it is started on."""
+        self._host, self._directory = host
+        self._reach = reach
+        self._place = place
         self._namespace = namespace
-        self._prefix = f"mirror-{index}@"
+        self._prefix = f"mirror-{name}@"
 
-    def newest(self) -> Receiver | None:
-        return max(self._running(), key=_Remote.generation, default=None)
+    def newest(self) -> _P | None:
+        """Of those that run, wherever they are."""
+        return max(self._running(), key=Peer.generation, default=None)
 
-    def find(self) -> Receiver | None:
+    def find(self) -> _P | None:
+        """The one to write to, started if need be; all others end. None if there is no other node."""
         here = str(ray.get_runtime_context().get_node_id())
         elsewhere = [node for node in alive_nodes() if node != here]
-        kept: _Remote | None = None
+        kept: _P | None = None
         for remote in self._running():
             if kept is None and remote.node_id() in elsewhere:
                 kept = remote
@@ -123,18 +136,18 @@ class _Peers:
                 ray.kill(remote.actor)
         if kept is not None or not elsewhere:
             return kept
-        return _Remote(self._start(elsewhere[self._index % len(elsewhere)]))
+        return self._reach(self._start(elsewhere[self._place % len(elsewhere)]))
 
-    def _running(self) -> list[_Remote]:
+    def _running(self) -> list[_P]:
         names = [
             actor["name"]
             for actor in ray.util.list_named_actors(all_namespaces=True)
             if actor["namespace"] == self._namespace and actor["name"].startswith(self._prefix)
         ]
-        found: list[_Remote] = []
+        found: list[_P] = []
         for name in sorted(names):
             try:
-                remote = _Remote(ray.get_actor(name, namespace=self._namespace))
+                remote = self._reach(ray.get_actor(name, namespace=self._namespace))
                 ray.get(remote.actor.generation.remote(), timeout=_ANSWER_WITHIN_S)
             except (ValueError, RayActorError, ActorUnschedulableError):
                 continue  # it ended with its node or its process: Ray takes a moment to forget the name
@@ -145,7 +158,7 @@ class _Peers:
 
     def _start(self, node_id: str) -> ActorHandle[Any]:
         return (
-            ray.remote(MirrorActor)
+            ray.remote(self._host)
             .options(
                 name=f"{self._prefix}{node_id}",
                 namespace=self._namespace,
@@ -158,7 +171,8 @@ class _Peers:
         )
 
 
-def _answer(reply: Any) -> Any:
+def peer_answer(reply: Any) -> Any:
+    """Raises `MirrorLostError`."""
     try:
         return ray.get(reply, timeout=_ANSWER_WITHIN_S)
     except RayTaskError as error:

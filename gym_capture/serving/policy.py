@@ -80,6 +80,7 @@ class Policy:
                 directory=str(args.state.directory),
                 trainer_timeout_s=args.weights.trainer_timeout_s,
                 step_timeout_s=args.weights.step_timeout_s,
+                replicas=args.state.replicas,
             ),
             replica=ray.get_runtime_context().current_actor,
         )

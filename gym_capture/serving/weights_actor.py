@@ -20,7 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from gym_capture.cluster.replies import answer
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
+from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, Seat, Welcome
+from gym_capture.serving.weights_mirror import copies_of
 from gym_capture.serving.weights_plane import WeightPlane
 from gym_capture.serving.weights_record import WeightsRecord
 
@@ -29,6 +31,7 @@ logger = logging.getLogger(__name__)
 ACTOR: Final = "weights"
 """Its name, in the namespace of the state actors."""
 _LOOK_EVERY_S: Final = 1.0
+_LOOK_FOR_COPY_EVERY_S: Final = 10.0
 
 Operation: TypeAlias = Literal[
     "pause",
@@ -50,35 +53,43 @@ Operation: TypeAlias = Literal[
 class WeightCoordinator:
     """The actor. It answers nothing before its record is read."""
 
-    def __init__(self, *, directory: str, trainer_timeout_s: float, step_timeout_s: float) -> None:
-        self._setup = {"trainer_timeout_s": trainer_timeout_s, "step_timeout_s": step_timeout_s}
-        self._directory = directory
+    def __init__(self, *, directory: str, copied_in: str | None, **timeouts: float) -> None:
+        """`copied_in`: the namespace of the record's copies; None: it has none. `timeouts`: of `WeightPlane`."""
+        self._timeouts = timeouts
+        self._directory = Path(directory)
+        self._copied_in = copied_in
         self._plane: WeightPlane | None = None
-        self._looking: asyncio.Task[None] | None = None
+        self._opening = asyncio.Lock()
+        self._looking: list[asyncio.Task[None]] = []
 
-    def opened(self) -> WeightPlane:
+    async def opened(self) -> WeightPlane:
         """The plane, made on first use: a constructor is not in the event loop."""
-        if self._plane is None:
-            self._plane = WeightPlane(WeightsRecord(Path(self._directory)), **self._setup)
-            self._looking = asyncio.create_task(_look(self._plane))
+        async with self._opening:
+            if self._plane is None:
+                copies = None
+                if self._copied_in is not None:
+                    copies = copies_of(directory=self._directory, namespace=self._copied_in)
+                record = WeightsRecord(self._directory, copies=copies)
+                self._plane = plane = await asyncio.to_thread(WeightPlane, record, **self._timeouts)
+                self._looking = [asyncio.create_task(_look(plane)), asyncio.create_task(_look_for_copy(plane))]
         return self._plane
 
     async def configure(self, *, trainer_timeout_s: float, step_timeout_s: float) -> None:
         """The arguments of the graph, as they are now."""
-        self.opened().configure(trainer_timeout_s=trainer_timeout_s, step_timeout_s=step_timeout_s)
+        (await self.opened()).configure(trainer_timeout_s=trainer_timeout_s, step_timeout_s=step_timeout_s)
 
     async def join(self, seat: Seat, replica: ActorHandle[Any]) -> Welcome | Load | Later:
-        return await self.opened().join(seat, lambda: _gone(replica))
+        return await (await self.opened()).join(seat, lambda: _gone(replica))
 
     async def exchange(self, replica: str, report: Report | None) -> Numbered:
-        return await self.opened().exchange(replica, report)
+        return await (await self.opened()).exchange(replica, report)
 
     async def leave(self, replica: str) -> None:
-        await self.opened().leave(replica)
+        await (await self.opened()).leave(replica)
 
     async def operate(self, operation: Operation, arguments: Mapping[str, Any]) -> object:
         """What a trainer asks."""
-        return await _operations(self.opened())[operation](**arguments)
+        return await _operations(await self.opened())[operation](**arguments)
 
 
 def _operations(plane: WeightPlane) -> Mapping[Operation, Callable[..., Awaitable[object]]]:
@@ -105,6 +116,12 @@ async def _look(plane: WeightPlane) -> None:
             await plane.give_up_if_silent()
         except GymCaptureError as error:
             logger.error("could not go on without the trainer: %s", error)
+
+
+async def _look_for_copy(plane: WeightPlane) -> None:
+    while True:
+        await asyncio.sleep(_LOOK_FOR_COPY_EVERY_S)
+        await plane.keep_copied()
 
 
 async def _gone(replica: ActorHandle[Any]) -> None:
@@ -156,13 +173,14 @@ async def _asked(reply: Any) -> object:
 
 
 def start_coordinator(
-    *, namespace: str, directory: str, trainer_timeout_s: float, step_timeout_s: float
+    *, namespace: str, directory: str, trainer_timeout_s: float, step_timeout_s: float, replicas: int = 1
 ) -> ActorHandle[Any]:
     """Makes sure that the coordinator of `namespace` runs; with other timeouts, it has these from now on.
 
-    Raises `StoreError` if its record cannot be read.
+    `replicas`: 2 keeps a copy of its record on another node. It runs on the node of the first state actor, so that a
+    cluster which is started anew finds the record where it was. Raises `StoreError` if that cannot be read.
     """
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
+    beside_state = NodeAffinitySchedulingStrategy(alive_nodes()[0], soft=True)
     timeouts = {"trainer_timeout_s": trainer_timeout_s, "step_timeout_s": step_timeout_s}
     actor: ActorHandle[Any] = (
         ray.remote(WeightCoordinator)
@@ -173,12 +191,12 @@ def start_coordinator(
             get_if_exists=True,
             num_cpus=0,
             memory=1,  # byte: Ray heeds the strategy only of actors that need something
-            scheduling_strategy=here,
+            scheduling_strategy=beside_state,
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=10_000,
         )
-        .remote(directory=str(Path(directory).expanduser()), **timeouts)
+        .remote(directory=str(Path(directory).expanduser()), copied_in=namespace if replicas > 1 else None, **timeouts)
     )
     answer(actor.configure.remote(**timeouts))
     return actor

@@ -27,6 +27,7 @@ from typing import Any, Final
 
 from gym_capture.errors import (
     GymCaptureError,
+    StoreError,
     StoreUnavailableError,
     WeightsBusyError,
     WeightsFailedError,
@@ -83,9 +84,9 @@ class WeightPlane:
         trainer_timeout_s: float = TRAINER_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
     ) -> None:
-        """Raises `StoreError` if the record cannot be read."""
+        """Opens the record, which blocks. Raises what `WeightsRecord.open` does."""
         self._record = record
-        self._current = record.read()
+        self._current = record.open()
         self._is_record_lost = self._current is None
         """...or there never was one: whoever joins with a higher version knows better."""
         self._trainer_timeout_s = trainer_timeout_s
@@ -134,19 +135,26 @@ class WeightPlane:
             current = None
         if current is None:
             current = seat.version if seat.is_sound else Version(number=0, model=seat.version.model)
-            self._keep(current)
+            await self._keep(current)
         elif self._is_record_lost and seat.is_sound and seat.version.number > current.number:
-            self._keep(seat.version)
+            await self._keep(seat.version)
             current = seat.version
             await self._settle(await self._all(Apply(current)), current)
         return current
 
-    def _keep(self, version: Version) -> None:
+    async def _keep(self, version: Version) -> None:
         try:
-            self._record.write(version)
+            await asyncio.to_thread(self._record.write, version)
         except OSError as error:
             raise StoreUnavailableError(f"which weights are served cannot be written down: {error}") from error
         self._current = version
+
+    async def keep_copied(self) -> None:
+        """Makes another copy of the record if the one that was there is lost."""
+        try:
+            await asyncio.to_thread(self._record.keep_copied)
+        except (OSError, StoreError) as error:
+            logger.error("the record of the weights has no copy: %s", error)
 
     async def exchange(self, replica: str, report: Report | None) -> Numbered:
         """What a member is to do next."""
@@ -362,7 +370,7 @@ class WeightPlane:
             await self._go_back(why, [answer.member for answer in answers])
             raise WeightsFailedError(f"{why}; {self._left_with()}", retryable=are_lost(failures))
         try:
-            self._record.write(new)
+            await asyncio.to_thread(self._record.write, new)
         except OSError as error:
             why = f"which weights are served cannot be written down: {error.strerror}"
             await self._go_back(why, [answer.member for answer in answers])

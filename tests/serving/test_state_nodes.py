@@ -1,4 +1,6 @@
-"""Two copies of each log on a cluster of several nodes, of which one is lost together with its disk."""
+"""Two copies of each log, and of the record of weights, on a cluster of several nodes, of which one is lost together
+with its disk.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from ray.cluster_utils import Cluster
 from gym_capture.capture.operations import Clear
 from gym_capture.capture.protocols import Resolved
 from gym_capture.demo.processes import free_port
+from gym_capture.errors import StoreUnavailableError
+from gym_capture.serving import weights_actor
 from gym_capture.serving.state import StateClient, connect, start_shards
+from gym_capture.serving.weights_actor import CoordinatorClient, start_coordinator
+from gym_capture.serving.weights_messages import Seat, Version
+from gym_capture.serving.weights_record import FILE
 from tests.serving.shards import LOG
 from tests.serving.test_state import play
 
@@ -44,12 +51,13 @@ class Nodes:
         return [psutil.Process(int(path.read_text())) for path in self.records.glob("shard-*/lock")]
 
     def lose(self, node: Node) -> None:
-        """At once, with every process on it and its disk."""
+        """At once, with every process on it and its disk. The record of weights is on that, too."""
         disk, raylet = self.disk_of(node), _raylet(node)
         for process in (*raylet.children(recursive=True), raylet):
             process.kill()
         for path in disk:  # before Ray has noticed: whatever starts elsewhere must not find it
             shutil.rmtree(path)
+        (self.records / FILE).unlink()
         self.cluster.remove_node(node, allow_graceful=False)
 
 
@@ -97,7 +105,28 @@ async def mirrored(state: StateClient) -> None:
             await asyncio.sleep(0.1)
 
 
-async def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(nodes: Nodes) -> None:
+def coordinator_of(nodes: Nodes) -> CoordinatorClient:
+    actor = start_coordinator(
+        namespace=NAMESPACE, directory=str(nodes.records), trainer_timeout_s=60, step_timeout_s=60, replicas=2
+    )
+    return CoordinatorClient(actor, replica=ray.get_actor("state-0", namespace=NAMESPACE))
+
+
+async def served_after(weights: CoordinatorClient) -> str:
+    """The version that a coordinator starts with which has lost its node. No replica tells it."""
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                info = await weights.operate("info")
+            except StoreUnavailableError:
+                await asyncio.sleep(0.1)
+                continue
+            return str(info["weight_version"])
+
+
+async def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     start_shards(
         namespace=NAMESPACE, shards=SHARDS, store=LOG, store_kwargs={}, directory=str(nodes.records), replicas=2
     )
@@ -120,9 +149,16 @@ async def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(no
             name for name in disk if name.startswith("shard")
         ]
     lost = next(iter(nodes.cluster.worker_nodes))
+    monkeypatch.setattr(weights_actor, "alive_nodes", lambda: [lost.node_id])
+    weights = coordinator_of(nodes)
+    served = Version(number=7, model="/models/policy", folder="/weights/7", digest="7")
+    await weights.join(Seat("a", served, is_sound=True, world_size=1, dtype="float32"))
+    assert (nodes.records / "mirror-weights" / FILE).exists()
 
     nodes.lose(lost)
     await check(state, names, calls=4)
+    assert await served_after(weights) == "7"
+    assert (nodes.records / FILE).exists(), "it is on the disk of the coordinator's new node"
     more = [f"r{number}" for number in range(20, 26)]
     await asyncio.gather(*(play(state, name, calls=4) for name in more))
     await check(state, names + more, calls=4)
