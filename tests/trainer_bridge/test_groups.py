@@ -9,7 +9,7 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.data import made_rollouts
 from tests.rollouts import scripted_job
-from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups
+from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups, Room
 from trainer_bridge.groups import AsyncGroupStream, Group, GroupSource, GroupStream, Position, StreamOptions
 
 from .test_stream import row, table
@@ -335,6 +335,55 @@ async def test_a_job_goes_on_while_its_trainer_is_slow() -> None:
     async with AsyncGroupStream(PlayedGroups(play, source=MADE, group_size=1), StreamOptions(ahead=1)) as stream:
         await played.wait()
         assert ids([each async for each in stream]) == list("abcdef")
+
+
+async def test_a_job_waits_for_room_that_its_trainer_makes(tmp_path: Path) -> None:
+    """One group is played that the trainer has not taken, and no rollout of another one begins."""
+    room, begun, beyond = Room(1), set[str](), list[int]()
+
+    async def well(rollout_id: str, environment: Any) -> Any:
+        begun.add(rollout_id.rsplit(".", 1)[0])
+        beyond.append(len(begun) - stream.counts.handed_out)
+        return await scripted_job.well(rollout_id, environment)
+
+    job = replace(scripted_job.make(tmp_path, scripted_job.Scripted(well)), may_begin=room.enter)
+
+    async def play(tell: Tell) -> None:
+        await job.run(on_row=lambda row: tell(asdict(row)), on_kept=lambda row: tell(asdict(row)))
+
+    source = PlayedGroups(play, source=MADE, group_size=2, room=room)
+    async with AsyncGroupStream(source, StreamOptions(ahead=1)) as stream:
+        assert len([each async for each in stream]) == len(scripted_job.TASKS)
+    assert len(beyond) == 2 * len(scripted_job.TASKS)
+    assert set(beyond) == {1}
+
+
+async def test_a_trained_group_that_is_played_again_takes_no_room_for_good() -> None:
+    room = Room(1)
+
+    async def play(tell: Tell) -> None:
+        for name in ("trained", "b"):
+            await room.enter(name)
+            tell(told(name, 0))
+
+    source = PlayedGroups(play, source=MADE, group_size=1, room=room)
+    settled = Position(frozenset({"trained"}))
+    async with AsyncGroupStream(source, StreamOptions(ahead=1), position=settled) as stream:
+        assert ids([each async for each in stream]) == ["b"]
+
+
+def test_a_stream_that_is_ended_lets_go_of_whoever_waits() -> None:
+    async def play(tell: Tell) -> None:
+        tell(told("a", 0))
+        await asyncio.Event().wait()
+
+    with GroupStream(PlayedGroups(play, source=MADE, group_size=1)) as stream:
+        assert next(stream).group_id == "a"
+        timer = threading.Timer(0.05, stream.end)
+        timer.start()
+        assert list(stream) == []
+        timer.join()
+        assert list(stream) == []
 
 
 def test_a_job_that_is_resumed_builds_no_group_that_is_settled() -> None:
