@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from gym_capture.build.merge import NO_PARENT, Forest, UniqueCalls, link, unique_calls
 from gym_capture.build.side_calls import SideCallRules, side_calls
@@ -116,14 +116,7 @@ class BuiltRollout:
 
 def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRollout:
     """The trajectories of one rollout. Pure: equal snapshots give equal results; never raises on data."""
-    calls = unique_calls(snapshot.rollout_id, snapshot.records)
-    without_loss = _without_loss(calls.entries, options.side_calls)
-    forest = link(
-        calls.entries,
-        no_candidates=frozenset(without_loss),
-        elsewhere=_not_parents(calls),
-        vocab_size=options.vocab_size,
-    )
+    calls, without_loss, forest = placed(snapshot, options)
     unused, retries_unresolved = _settle_retries(forest, without_loss)
     excluded = {**without_loss, **unused, **forest.unplaced}
     paths = _Paths(forest, excluded)
@@ -156,6 +149,27 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
         counts=_count(calls, forest, paths, listed, sum(t.generated_tokens for t in trajectories)),
         excluded=listed,
     )
+
+
+class Placed(NamedTuple):
+    """The calls of a rollout, those without loss, and the place of each."""
+
+    calls: UniqueCalls
+    without_loss: Mapping[int, Reason]
+    forest: Forest
+
+
+def placed(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> Placed:
+    """What `build` begins with: every call under its proven parent. Also for whoever shows calls that are not trained."""
+    calls = unique_calls(snapshot.rollout_id, snapshot.records)
+    without_loss = _without_loss(calls.entries, options.side_calls)
+    forest = link(
+        calls.entries,
+        no_candidates=frozenset(without_loss),
+        elsewhere=_not_parents(calls),
+        vocab_size=options.vocab_size,
+    )
+    return Placed(calls, without_loss, forest)
 
 
 # --- what carries no loss ------------------------------------------------------------------------------------------
