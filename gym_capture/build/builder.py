@@ -114,9 +114,35 @@ class BuiltRollout:
     """Sorted by call id."""
 
 
+class Placed(NamedTuple):
+    """The calls of a rollout, those without loss, and the place of each."""
+
+    calls: UniqueCalls
+    without_loss: Mapping[int, Reason]
+    forest: Forest
+
+
+def placed(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> Placed:
+    """What `build` begins with, also for whoever shows calls that are not trained: each under its proven parent."""
+    calls = unique_calls(snapshot.rollout_id, snapshot.records)
+    without_loss = _without_loss(calls.entries, options.side_calls)
+    forest = link(
+        calls.entries,
+        no_candidates=frozenset(without_loss),
+        elsewhere=_not_parents(calls),
+        vocab_size=options.vocab_size,
+    )
+    return Placed(calls, without_loss, forest)
+
+
 def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRollout:
     """The trajectories of one rollout. Pure: equal snapshots give equal results; never raises on data."""
-    calls, without_loss, forest = placed(snapshot, options)
+    return build_placed(snapshot, placed(snapshot, options), options)
+
+
+def build_placed(snapshot: Snapshot, calls_placed: Placed, options: BuildOptions = BuildOptions()) -> BuiltRollout:
+    """As `build`, of what `placed` gave for the same snapshot and options."""
+    calls, without_loss, forest = calls_placed
     unused, retries_unresolved = _settle_retries(forest, without_loss)
     excluded = {**without_loss, **unused, **forest.unplaced}
     paths = _Paths(forest, excluded)
@@ -149,27 +175,6 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
         counts=_count(calls, forest, paths, listed, sum(t.generated_tokens for t in trajectories)),
         excluded=listed,
     )
-
-
-class Placed(NamedTuple):
-    """The calls of a rollout, those without loss, and the place of each."""
-
-    calls: UniqueCalls
-    without_loss: Mapping[int, Reason]
-    forest: Forest
-
-
-def placed(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> Placed:
-    """What `build` begins with: every call under its proven parent. Also for whoever shows calls that are not trained."""
-    calls = unique_calls(snapshot.rollout_id, snapshot.records)
-    without_loss = _without_loss(calls.entries, options.side_calls)
-    forest = link(
-        calls.entries,
-        no_candidates=frozenset(without_loss),
-        elsewhere=_not_parents(calls),
-        vocab_size=options.vocab_size,
-    )
-    return Placed(calls, without_loss, forest)
 
 
 # --- what carries no loss ------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ server's pool, and one that reads a large rollout holds up nobody.
 from __future__ import annotations
 
 import threading
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import orjson
 from fastapi import FastAPI, Query, Request, Response
 from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware.gzip import GZipMiddleware
@@ -104,18 +105,23 @@ def build_inspector(
     @app.exception_handler(GymCaptureError)
     async def failed(request: Request, error: GymCaptureError) -> Response:
         if isinstance(error, AuthenticationError):
-            return _error(403 if error.forbidden else 401, error.message)
-        return _error(next((code for kind, code in _STATUS if isinstance(error, kind)), 500), str(error))
+            return error_response(403 if error.forbidden else 401, error.message)
+        return error_response(next((code for kind, code in _STATUS if isinstance(error, kind)), 500), str(error))
 
     @app.exception_handler(RequestValidationError)
     async def not_valid(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
-        return _error(400, f"{first['loc'][-1]}: {first['msg']}")
+        return error_response(400, f"{first['loc'][-1]}: {first['msg']}")
 
     @app.exception_handler(HTTPException)
     async def no_route(request: Request, error: HTTPException) -> Response:
-        return _error(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
+        return error_response(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
 
+    return as_page(app, admit=admit)
+
+
+def as_page(app: FastAPI, *, admit: Admit = lambda headers: None) -> FastAPI:
+    """The application with the files of the page, and guarded."""
     if (STATIC / "index.html").is_file():
         app.mount("/", StaticFiles(directory=STATIC, html=True))
     else:
@@ -154,7 +160,7 @@ class _Guard:
             try:
                 self._admit(Headers(scope=scope))
             except AuthenticationError as error:
-                await _error(403 if error.forbidden else 401, error.message)(scope, receive, guarded)
+                await error_response(403 if error.forbidden else 401, error.message)(scope, receive, guarded)
                 return
         await self._app(scope, receive, guarded)
 
@@ -176,7 +182,7 @@ class OnlyThisHost:
                 name = None
             if name not in self._hosts:
                 message = f"this server is not {asked[:200]!r}: ask for it as it was started, or name that with --host"
-                await _error(403, message)(scope, receive, send)
+                await error_response(403, message)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -313,8 +319,6 @@ class _Api:
             annotation = Annotation(**found)
         except TypeError:
             raise InvalidRequestError("an annotation names rollout, call and name") from None
-        from starlette.concurrency import run_in_threadpool
-
         await run_in_threadpool(self._add, annotation)
         return _json({"added": 1}, status=201)
 
@@ -377,7 +381,6 @@ def _json(value: object, *, status: int = 200) -> Response:
     return Response(views.as_json(value), status_code=status, media_type=_JSON)
 
 
-def _error(status: int, message: str) -> Response:
+def error_response(status: int, message: str) -> Response:
+    """An error as the page gets it."""
     return _json({"error": {"status": status, "message": message}}, status=status)
-
-

@@ -3,9 +3,9 @@
 Invariant: what is trained here is what `build` delivers of the same records, id for id; every other generated id has
 the reason that the build gives for its call, or the first reason that masks its rollout.
 
-Flow: `build` and `placed`, the same pure functions that make trajectories -> roles of calls -> for each chain to a leaf
-the tokens, those that are delivered first, then those that no delivered one has -> where unresolved prompts part from
-the call that they look like going on from (`splits`).
+Flow: `placed` and `build_placed`, the pure functions that make trajectories -> roles of calls -> for each chain to a
+leaf the tokens, those that are delivered first, then those that no delivered one has -> where unresolved prompts part
+from the call that they look like going on from (`splits`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 import numpy as np
 
-from gym_capture.build.builder import BuildOptions, BuiltRollout, build, placed
+from gym_capture.build.builder import BuiltRollout, build_placed, placed
 from gym_capture.build.merge import NO_PARENT, Forest
 from gym_capture.capture.records import (
     CallRecord,
@@ -59,7 +59,6 @@ _SAID_ITSELF: Final = frozenset({"stop", "tool_calls"})
 def see_records(
     snapshot: Snapshot,
     *,
-    options: BuildOptions = BuildOptions(),
     begun: Mapping[str, float] = MappingProxyType({}),
     extra_mask_reasons: Sequence[str] = (),
     special: frozenset[int] = frozenset(),
@@ -71,8 +70,9 @@ def see_records(
     `begun`: when calls began, in Unix seconds, as far as that is known. `extra_mask_reasons`: those that the records
     cannot show. `special`: ids that only the template writes, if the vocabulary is at hand.
     """
-    built = build(snapshot, options)
-    calls, _, forest = placed(snapshot, options)
+    calls_placed = placed(snapshot)
+    built = build_placed(snapshot, calls_placed)
+    calls, _, forest = calls_placed
     masks = (*built.mask_reasons, *extra_mask_reasons)
     excluded = {each.call_id: reason_name(each.reason) for each in built.excluded}
     tree = _Tree(forest, built, excluded)
@@ -278,15 +278,13 @@ class _Tree:
 class _Chains:
     """The sequences, token by token."""
 
-    def __init__(
-        self, tree: _Tree, masks: Sequence[str], special: frozenset[int], advantage: float | None
-    ) -> None:
+    def __init__(self, tree: _Tree, masks: Sequence[str], special: frozenset[int], advantage: float | None) -> None:
         self._tree = tree
         self._forest = tree.forest
         self._mask = reason_name(masks[0]) if masks else None
         self._advantage = advantage
         self._positions = {entry.model_call_id: n for n, entry in enumerate(tree.forest.entries)}
-        # What ends a turn that the policy ended itself; with a vocabulary at hand, also whatever only the template says.
+        # What ends a turn that the policy ended itself; with a vocabulary at hand, also what only the template says.
         self._closes = special | {
             int(entry.generation_token_ids[-1])
             for entry in tree.forest.entries

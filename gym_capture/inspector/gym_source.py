@@ -10,7 +10,7 @@ from gym_capture.data.nemo_gym import read_rollout, rollout_sizes
 from gym_capture.inspector.from_records import see_records
 from gym_capture.inspector.log_source import state_of
 from gym_capture.inspector.seen import SeenRollout
-from gym_capture.inspector.source import Basics, Look, Options, Shows, Source
+from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source
 
 _RECORDS: Final = ".tokens.jsonl"
 
@@ -20,7 +20,7 @@ class GymSource(Source):
 
     kind = "nemo-gym"
 
-    def __init__(self, directory: Path, options: Options = Options()) -> None:
+    def __init__(self, directory: Path, options: Options = NOTHING_KNOWN) -> None:
         self.directory = directory
         self.title = str(directory)
         self.shows = Shows(records=True)

@@ -159,11 +159,11 @@ class Library:
             return False
         self._problem = None
         with self._lock:
-            for basics in look.changed:
-                self._table.put(basics, self._clock())
             for rollout_id in look.gone:
                 self._table.drop(rollout_id)
                 self._forget(rollout_id)
+            for basics in look.changed:
+                self._table.put(basics, self._clock())
         return look.is_more
 
     def _has_due(self) -> bool:

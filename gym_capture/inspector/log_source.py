@@ -13,7 +13,7 @@ from gym_capture.capture.outcomes import Outcome
 from gym_capture.data.log_directories import log_directories
 from gym_capture.inspector.from_records import see_records
 from gym_capture.inspector.seen import SeenRollout
-from gym_capture.inspector.source import Basics, Look, Options, Shows, Source, State
+from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source, State
 from gym_capture.stores.log_follower import Followed, LogFollower
 
 _LOCK: Final = "lock"
@@ -28,7 +28,7 @@ class LogSource(Source):
 
     kind = "log"
 
-    def __init__(self, directory: Path, options: Options = Options()) -> None:
+    def __init__(self, directory: Path, options: Options = NOTHING_KNOWN) -> None:
         """Raises `ConfigError` if there is no log in it."""
         self.directory = directory
         self.title = str(directory)
@@ -40,7 +40,7 @@ class LogSource(Source):
 
     @property
     def is_live(self) -> bool:
-        return any(_is_locked(log.directory) for log in self._logs)
+        return any(is_locked(log.directory) for log in self._logs)
 
     def found(self) -> str:
         logs = "1 log" if len(self._logs) == 1 else f"{len(self._logs)} logs"
@@ -80,6 +80,7 @@ class LogSource(Source):
                 )
         return None
 
+
 def _basics(rollout_id: str, rollout: Followed, *, is_live: bool) -> Basics:
     said, outcome = rollout.registration, rollout.outcome
     return Basics(
@@ -100,12 +101,12 @@ def state_of(outcome: Outcome | None, *, may_grow: bool) -> State:
     return State.LIVE if may_grow else State.FINISHED
 
 
-def _is_locked(directory: Path) -> bool:
+def is_locked(directory: Path) -> bool:
     """Whether a store has the directory open, as the system says it: to try the lock would be to take it."""
     try:
         found = (directory / _LOCK).stat()
         locks = _LOCKS.read_text(encoding="ascii").splitlines()
     except OSError:
         return False
-    held = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
+    held = "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)  # noqa: UP031 - as the file has it
     return any(len(words) > _INODE and words[1] == "FLOCK" and words[_INODE] == held for words in map(str.split, locks))

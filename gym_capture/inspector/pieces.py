@@ -90,7 +90,7 @@ def _is_byte_level(decoder: Mapping[str, Any] | None) -> bool:
 
 
 def _byte_letters() -> dict[str, int]:
-    """The letters that byte-level vocabularies write bytes as: a printable byte as itself, others as ones from 256 on."""
+    """How byte-level vocabularies write bytes: a printable one as itself, others as letters from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -133,8 +133,8 @@ def _reasons(seen: SeenRollout, query: str) -> Iterator[Hit]:
         if query in (reason, reason_name(reason)):
             yield {"trajectory": None, "token": None, "call": None, "excerpt": reason}
     for call in seen.calls:
-        for reason in {call.excluded, call.link.reason, *call.notes}:
-            if reason is not None and query in (reason, reason_name(reason)):
+        for name in {call.excluded, call.link.reason, *call.notes}:
+            if name is not None and query in (name, reason_name(name)):
                 yield {"trajectory": None, "token": None, "call": call.call_id, "excerpt": preview(call)}
     for number, each in enumerate(seen.trajectories):
         if query in each.why_names:

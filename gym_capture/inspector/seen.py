@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from gym_capture.capture.records import IdArray, LogProbArray
+from gym_capture.reasons import reason_name
 
 TokenArray: TypeAlias = npt.NDArray[Any]
 
@@ -198,3 +199,25 @@ class SeenRollout:
     @property
     def nbytes(self) -> int:
         return sum(each.nbytes for each in self.trajectories) + 2_000 * len(self.calls)
+
+
+def with_outcome(seen: SeenRollout, *, mask_reasons: Sequence[str], advantage: float | None) -> SeenRollout:
+    """The rollout with what records cannot show: reasons to mask it, and its advantage in its group."""
+    masks = tuple(dict.fromkeys((*seen.mask_reasons, *mask_reasons)))
+    is_newly_masked = bool(masks) and not seen.mask_reasons
+    trajectories = [replace(each, advantage=advantage) for each in seen.trajectories]
+    if is_newly_masked:
+        trajectories = [_masked(each, reason_name(masks[0])) for each in trajectories]
+    return replace(
+        seen,
+        mask_reasons=masks,
+        trajectories=tuple(trajectories),
+        trained_tokens=0 if masks else seen.trained_tokens,
+    )
+
+
+def _masked(trajectory: SeenTrajectory, reason: str) -> SeenTrajectory:
+    trained = trajectory.kinds == TokenKind.TRAINED
+    kinds, whys = trajectory.kinds.copy(), trajectory.whys.copy()
+    kinds[trained], whys[trained] = TokenKind.NOT_TRAINED, len(trajectory.why_names)
+    return replace(trajectory, kinds=kinds, whys=whys, why_names=(*trajectory.why_names, reason))

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from gym_capture.inspector.seen import SeenRollout
 
@@ -41,7 +41,11 @@ class Basics:
     calls: int | None = None
     generated_tokens: int | None = None
     trained_tokens: int | None = None
+    turns: int | None = None
     chains: int | None = None
+    prompt_tokens: int | None = None
+    weight_version_min: str | None = None
+    weight_version_max: str | None = None
     eligible_links: int | None = None
     exact_links: int | None = None
     finished_at: float | None = None
@@ -64,6 +68,9 @@ class Options:
 
     special: frozenset[int] = frozenset()
     """Ids of tokens that only templates write."""
+
+
+NOTHING_KNOWN: Final = Options()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

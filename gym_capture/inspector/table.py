@@ -50,9 +50,8 @@ class Row:
     """Whether it has been read as it is now."""
 
 
-_NOT_QUIET_S: Final = 3.0
+QUIET_S: Final = 3.0
 """A rollout that grows is read again once nothing was new in it for so long: each reading costs all of it."""
-COLUMNS: Final = ("number", "is_filled")
 _NOT_COLUMNS: Final = ("number", "version", "is_filled")
 COLUMNS: Final = tuple(field.name for field in fields(Row) if field.name not in _NOT_COLUMNS)
 
@@ -175,7 +174,12 @@ def in_order(version: str) -> tuple[int, int, str]:
 def _staleness(rows: Iterable[Row]) -> Mapping[str, int]:
     """How many versions behind the newest that was seen until a rollout was over its oldest tokens are."""
     known = [
-        (row.finished_at, int(row.weight_version_min), int(row.weight_version_max or row.weight_version_min), row.rollout)
+        (
+            row.finished_at,
+            int(row.weight_version_min),
+            int(row.weight_version_max or row.weight_version_min),
+            row.rollout,
+        )
         for row in rows
         if row.finished_at is not None and row.weight_version_min is not None
         if row.weight_version_min.isdecimal() and (row.weight_version_max or row.weight_version_min).isdecimal()

@@ -243,9 +243,7 @@ def _overlays(
     return {name: _numbers(values) for name, values in overlays.items()}
 
 
-def _notes(
-    trajectory: SeenTrajectory, begin: int, end: int, annotations: Sequence[Annotation]
-) -> list[dict[str, Any]]:
+def _notes(trajectory: SeenTrajectory, begin: int, end: int, annotations: Sequence[Annotation]) -> list[dict[str, Any]]:
     """Notes of tokens that are here."""
     found = []
     for each in annotations:
@@ -273,9 +271,7 @@ def group_view(
             at = common_length(ids, other)
             if at < max(ids.size, other.size):
                 a, b = (Side(ids=each[at : at + SHOWN], source=whose) for each, whose in ((ids, first), (other, name)))
-                differences.append(
-                    {"rollout": name, "at": at, "a": _side(a, vocabulary), "b": _side(b, vocabulary)}
-                )
+                differences.append({"rollout": name, "at": at, "a": _side(a, vocabulary), "b": _side(b, vocabulary)})
     return {
         "group": group,
         "rollouts": [_in_group(row, seen.get(row.rollout), vocabulary) for row in rows],

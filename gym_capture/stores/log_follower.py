@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import RecordProblem, Snapshot
 from gym_capture.capture.rollout_state import RolloutState
 from gym_capture.capture.snapshot_codec import decode_snapshot, join_snapshot
-from gym_capture.errors import CorruptLogError, GymCaptureError, RecordError, StoreUnavailableError
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.regular_files import open_regular
 from gym_capture.stores.frames import (
     SEGMENT_HEADER_BYTES,
@@ -189,8 +189,12 @@ class LogFollower:
         """Notes whole records; returns where the next look begins: before what is not whole yet."""
         found = list(scan_segment(data, header, begin=0))
         if is_last:
-            last_batch = max((each.offset for each in found if isinstance(each, Frame) and each.starts_batch), default=0)
-            torn = next((n for n, each in enumerate(found) if isinstance(each, Damage) and each.start >= last_batch), None)
+            last_batch = max(
+                (each.offset for each in found if isinstance(each, Frame) and each.starts_batch), default=0
+            )
+            torn = next(
+                (n for n, each in enumerate(found) if isinstance(each, Damage) and each.start >= last_batch), None
+            )
             found = found[:torn]
         end = 0
         for each in found:
@@ -271,6 +275,12 @@ class LogFollower:
             if rollout.masking != tuple(events):
                 rollout.masking = tuple(events)
                 rollout.changed = self.looks
+
+
+def _whole(found: Sequence[Frame | Damage]) -> int:
+    """How many come before a batch that is not whole: damage that no later batch follows."""
+    last = max((n for n, each in enumerate(found) if isinstance(each, Frame) and each.starts_batch), default=0)
+    return next((n for n in range(last, len(found)) if isinstance(found[n], Damage)), len(found))
 
 
 def _locations(places: array[int]) -> Iterator[Location]:
