@@ -54,6 +54,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("model", "model", "Prepare a small model folder from a package, without a hub."),
     Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
     Command("records", "records", "List, verify and export the records that a graph keeps.", is_group=True),
+    Command("ui", "ui", "Look into records and trajectories in a browser: every token, and why it was not trained."),
     Command("explain", "explain", "Explain a reason: why something was masked, excluded or not continued."),
     Command("conformance", "conformance", "Put a store of your own through the checks that ours pass."),
     Command(
