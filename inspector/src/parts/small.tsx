@@ -1,0 +1,74 @@
+// Small things that all views use: reasons in words, facts, errors, links to copy.
+import type { ComponentChild } from "preact";
+import { permanent } from "../route";
+import { copy, source } from "../state";
+
+/** The name of a reason, without what it is about: `parent_missing:call-3` is `parent_missing`. */
+export function reasonName(reason: string): string {
+  return reason.split(":", 1)[0] ?? reason;
+}
+
+/** A reason: its name, and on demand what it means and what to do. */
+export function Reason({ reason, words, open }: { reason: string; words?: string | null | undefined; open?: boolean }) {
+  const text = source.value?.reasons[reasonName(reason)];
+  return (
+    <details class="reason" open={open}>
+      <summary>
+        <code>{reason}</code>
+      </summary>
+      {words && <p>{words}</p>}
+      {text?.means && <p>{text.means}</p>}
+      {text?.what_to_do && (
+        <p>
+          <b>What to do:</b> {text.what_to_do}
+        </p>
+      )}
+      {!text && !words && <p>No words for this reason: it was written by something else.</p>}
+    </details>
+  );
+}
+
+export function Fact({ name, children }: { name: string; children: ComponentChild }) {
+  if (children === "" || children === null || children === undefined) return null;
+  return (
+    <div class="fact">
+      <dt>{name}</dt>
+      <dd>{children}</dd>
+    </div>
+  );
+}
+
+export function Problem({ error }: { error: string }) {
+  return (
+    <p class="problem" role="alert">
+      {error}
+    </p>
+  );
+}
+
+export function Waiting({ what }: { what: string }) {
+  return (
+    <p class="waiting" role="status">
+      Reading {what}…
+    </p>
+  );
+}
+
+export function CopyLink({ hash }: { hash: string }) {
+  return (
+    <button type="button" class="quiet" title="Copy a permanent link (c)" onClick={() => void copy(permanent(hash))}>
+      Copy link
+    </button>
+  );
+}
+
+const STATE_SIGN: Record<string, string> = { live: "●", finished: "✓", failed: "✕" };
+
+export function State({ state }: { state: string | null }) {
+  if (state === null) return null;
+  return (
+    <span class={`state state-${state}`}>
+      <span aria-hidden="true">{STATE_SIGN[state] ?? "·"}</span> {state}
+    </span>
+  );
+}
