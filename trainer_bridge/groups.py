@@ -166,6 +166,7 @@ class AsyncGroupStream:
         self._room = asyncio.Semaphore(self._options.ahead)
         self._built: asyncio.Queue[Group | None] = asyncio.Queue()
         self._builder: asyncio.Task[None] | None = None
+        self._ended = False
         self.counts = StreamCounts()
 
     @property
@@ -198,7 +199,7 @@ class AsyncGroupStream:
         """The next group; None: there are no more. Raises what the source raises, behind the groups before that."""
         if self._builder is None:
             raise ConfigError("the stream is not open: iterate within `async with stream`")
-        while (group := await self._built.get()) is not None:
+        while (group := await self._built.get()) is not None and not self._ended:
             self._room.release()
             if self._may_go_out(group):
                 self.counts = replace(self.counts, handed_out=self.counts.handed_out + 1)
@@ -206,8 +207,14 @@ class AsyncGroupStream:
                 return group
             self._settle([group])
         self._built.put_nowait(None)
-        await self._builder
+        if not self._ended:
+            await self._builder
         return None
+
+    def end(self) -> None:
+        """Hands out no more groups, as if there were none, also to whoever waits for one. For the stream's own loop."""
+        self._ended = True
+        self._built.put_nowait(None)
 
     async def steps(self, rollouts: int) -> AsyncGenerator[tuple[Group, ...]]:
         """Groups for a step each: whole ones, until they have `rollouts` rollouts, or none is left."""
@@ -343,6 +350,10 @@ class GroupStream:
     def acknowledge(self, position: Position) -> tuple[str, ...]:
         """As `AsyncGroupStream.acknowledge`."""
         return self._run(self._stream.acknowledge(position))
+
+    def end(self) -> None:
+        """As `AsyncGroupStream.end`. For any thread, and handlers of signals."""
+        self._loop.call_soon_threadsafe(self._stream.end)
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if not self._thread.is_alive():

@@ -47,7 +47,12 @@ class Fence:
 
 def connected_fence(ray_address: str, namespace: str) -> Fence:
     """The fence of the graph in that Ray cluster and namespace."""
+    join_cluster(ray_address, namespace=namespace)
+    return fence_of(namespace)
+
+
+def fence_of(namespace: str) -> Fence:
+    """The fence of the graph in that namespace, for a process that is on its cluster."""
     from gym_capture.serving.state import connect
 
-    join_cluster(ray_address, namespace=namespace)
     return Fence(connect(namespace=namespace))
