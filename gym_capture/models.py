@@ -54,7 +54,7 @@ def smollm2_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Pat
 
     Raises `ConfigError` if the package that carries the weights is not installed.
     """
-    return _prepared("smollm2-135m-instruct", _SMOLLM2_RECIPE, cache, _write_smollm2, progress)
+    return prepared("smollm2-135m-instruct", _SMOLLM2_RECIPE, cache, _write_smollm2, progress)
 
 
 def tiny_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Path:
@@ -63,7 +63,7 @@ def tiny_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Path:
     It has SmolLM2's tokenizer, so whatever is tried with it meets a real vocabulary and chat template.
     Raises `ConfigError` if the package that carries the tokenizer is not installed.
     """
-    return _prepared("tiny-llama", _TINY_RECIPE, cache, _write_tiny, progress)
+    return prepared("tiny-llama", _TINY_RECIPE, cache, _write_tiny, progress)
 
 
 def default_cache() -> Path:
@@ -72,9 +72,10 @@ def default_cache() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "gym-capture" / "models"
 
 
-def _prepared(
+def prepared(
     name: str, recipe: str, cache: Path | None, write: Callable[[Path, Path, Progress], None], progress: Progress
 ) -> Path:
+    """The folder `name` of this recipe, which `write` makes of the GGUF file unless it is there."""
     gguf = _gguf_file()
     root = default_cache() if cache is None else cache
     folder = root / f"{name}-{_fingerprint(recipe)}"
@@ -144,7 +145,7 @@ def _write_smollm2(gguf: Path, folder: Path, progress: Progress) -> None:
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )
     model.save_pretrained(folder)
-    _write_tokenizer(gguf, folder, _SMOLLM2_POSITIONS)
+    tokenizer_into(gguf, folder, _SMOLLM2_POSITIONS)
 
 
 def _write_tiny(gguf: Path, folder: Path, progress: Progress) -> None:
@@ -152,7 +153,7 @@ def _write_tiny(gguf: Path, folder: Path, progress: Progress) -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
     progress("making a tiny random model (seconds, once)")
-    tokenizer = _write_tokenizer(gguf, folder, _TINY_POSITIONS)
+    tokenizer = tokenizer_into(gguf, folder, _TINY_POSITIONS)
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -178,7 +179,8 @@ def _write_tiny(gguf: Path, folder: Path, progress: Progress) -> None:
     model.save_pretrained(folder)
 
 
-def _write_tokenizer(gguf: Path, folder: Path, positions: int) -> Any:
+def tokenizer_into(gguf: Path, folder: Path, positions: int) -> Any:
+    """SmolLM2's tokenizer with our chat template, written into `folder`."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
