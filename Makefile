@@ -13,7 +13,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck package bench check-configs contiguity-table reasons-table public-api clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck package bench check-configs contiguity-table reasons-table metrics-table public-api clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -103,6 +103,9 @@ contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat templa
 
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
+
+metrics-table: $(READY)  ## write docs/metrics.md again: every metric, and what it is
+	$(BIN)/python -m tests.metrics_page > docs/metrics.md
 
 public-api: $(READY)  ## write docs/public-api.txt again: every public name with its signature
 	$(BIN)/python -m tests.public_api > docs/public-api.txt

@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -106,6 +107,10 @@ def command(
     tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
     attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
     device: options.Device = "cpu",
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve the metrics at this port, for Prometheus.")
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address to serve them at; 0.0.0.0: all.")] = "127.0.0.1",
 ) -> None:
     """Train over built trajectories, step after step, with checkpoints.
 
@@ -156,7 +161,7 @@ def command(
     _begin(out, {"model": str(model.resolve()), "data": data})
     console = Console(soft_wrap=True, highlight=False)
     made = 0
-    with options.progress_bar() as bar:
+    with _scraped(out, metrics_host, metrics_port), options.progress_bar() as bar:
         task = bar.add_task("loading the model", total=None)
         with explained(f"cannot load the model of {model}"):
             grpo = GrpoTrainer.load(model, grpo_options, device=device, attention=attention, reference=reference)
@@ -191,6 +196,13 @@ def _groups(data: str, epochs: int) -> Iterator[tuple[TrainRollout, ...]]:
 
     for _ in range(epochs):
         yield from groups_of(read_rollouts(parquet_batches(data)))
+
+
+def _scraped(out: Path, host: str, port: int | None) -> AbstractContextManager[object]:
+    from trainer_bridge.loop import METRICS
+    from trainer_bridge.run_metrics import served
+
+    return nullcontext() if port is None else served(out, out / METRICS, host=host, port=port)
 
 
 def _begin(out: Path, begun_with: dict[str, str]) -> None:

@@ -21,6 +21,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from gym_capture.cluster.replies import answer
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, Seat, Welcome
+from gym_capture.serving.weights_metrics import WeightMetrics
 from gym_capture.serving.weights_plane import WeightPlane
 from gym_capture.serving.weights_record import WeightsRecord
 
@@ -54,13 +55,14 @@ class WeightCoordinator:
         self._setup = {"trainer_timeout_s": trainer_timeout_s, "step_timeout_s": step_timeout_s}
         self._directory = directory
         self._plane: WeightPlane | None = None
+        self._metrics = WeightMetrics(namespace=ray.get_runtime_context().namespace)
         self._looking: asyncio.Task[None] | None = None
 
     def opened(self) -> WeightPlane:
         """The plane, made on first use: a constructor is not in the event loop."""
         if self._plane is None:
             self._plane = WeightPlane(WeightsRecord(Path(self._directory)), **self._setup)
-            self._looking = asyncio.create_task(_look(self._plane))
+            self._looking = asyncio.create_task(_look(self._plane, self._metrics))
         return self._plane
 
     async def configure(self, *, trainer_timeout_s: float, step_timeout_s: float) -> None:
@@ -78,7 +80,18 @@ class WeightCoordinator:
 
     async def operate(self, operation: Operation, arguments: Mapping[str, Any]) -> object:
         """What a trainer asks."""
-        return await _operations(self.opened())[operation](**arguments)
+        asked = _operations(self.opened())[operation](**arguments)
+        try:
+            said = await asked
+        except GymCaptureError as error:
+            if operation in ("start", "update", "finish"):
+                self._metrics.not_applied(error)
+            raise
+        if operation == "finish":
+            self._metrics.applied(paused_s=cast("Mapping[str, float]", said)["paused_s"])
+        elif operation == "abort" and said:
+            self._metrics.ended("aborted")
+        return said
 
 
 def _operations(plane: WeightPlane) -> Mapping[Operation, Callable[..., Awaitable[object]]]:
@@ -98,11 +111,13 @@ def _operations(plane: WeightPlane) -> Mapping[Operation, Callable[..., Awaitabl
     }
 
 
-async def _look(plane: WeightPlane) -> None:
+async def _look(plane: WeightPlane, metrics: WeightMetrics) -> None:
     while True:
+        metrics.publish(await plane.info())
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            await plane.give_up_if_silent()
+            if await plane.give_up_if_silent():
+                metrics.ended("given_up")
         except GymCaptureError as error:
             logger.error("could not go on without the trainer: %s", error)
 
