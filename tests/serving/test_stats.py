@@ -20,7 +20,7 @@ from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
-from tests.metrics_page import document
+from tests.reference.metrics_page import document
 from tests.serving.exported import every_name
 from tests.serving.shards import client
 from tests.serving.test_state import intent, play
@@ -177,7 +177,7 @@ def test_names_are_as_prometheus_wants_them(name: str) -> None:
 
 def test_the_page_lists_them() -> None:
     page = (DASHBOARD.parents[1] / "metrics.md").read_text(encoding="utf-8")
-    assert page == document(), "run `make metrics-table`"
+    assert page == document(), "run `make reference`"
     listed = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
     parts = {name for name in every_name() if "put_latency" in name}
     assert listed == {*(every_name() - parts), "ray_gym_capture_put_latency_seconds"}

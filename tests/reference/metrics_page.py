@@ -1,6 +1,6 @@
 """docs/metrics.md, written from what the code exports.
 
-python -m tests.metrics_page > docs/metrics.md      `make metrics-table`
+python -m tests.reference.metrics_page > docs/metrics.md      `make reference`
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _INTRODUCTION: Final = """\
 
 Names are as Prometheus gets them, and as [its conventions](https://prometheus.io/docs/practices/naming/) have them:
 counters end in `_total`, units are seconds and bytes and stand behind the name. Labels have few values: no rollout and
-no call is one. `make metrics-table` writes this file from the code, and tests compare it with the dashboard and with
+no call is one. `make reference` writes this file from the code, and tests compare it with the dashboard and with
 what a running cluster exports.
 
 [grafana/gym-capture.json](grafana/gym-capture.json) is a dashboard of all of them: import it, choose the data source.
