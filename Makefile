@@ -114,9 +114,10 @@ contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat templa
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
 
-reference: $(READY)  ## write docs/config.md, docs/metrics.md and docs/public-api.txt again, from the code
+reference: $(READY)  ## write config.md, metrics.md, records.md and public-api.txt in docs/ again, from the code
 	$(BIN)/python -m tests.reference.config_page > docs/config.md
 	$(BIN)/python -m tests.reference.metrics_page > docs/metrics.md
+	$(BIN)/python -m tests.reference.records_page > docs/records.md
 	$(BIN)/python -m tests.reference.public_api > docs/public-api.txt
 
 clean:  ## remove .venv and caches of tools

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
+import pytest
 import yaml
 
 from benchmarks.__main__ import BENCHMARKS
 from tests.docs.pages import PAGES, ROOT
-from tests.reference import config_page
+from tests.reference import config_page, records_page
 
 
 class Loader(yaml.SafeLoader):
@@ -37,8 +38,11 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert listed == sorted(str(page.relative_to(docs)) for page in PAGES if page.is_relative_to(docs))
 
 
-def test_the_configuration_is_what_the_models_say() -> None:
-    assert (ROOT / "docs" / "config.md").read_text(encoding="utf-8") == config_page.document(), "run `make reference`"
+@pytest.mark.parametrize(
+    ("page", "document"), [("config.md", config_page.document), ("records.md", records_page.document)]
+)
+def test_what_is_written_from_the_code_is_as_the_code(page: str, document: Callable[[], str]) -> None:
+    assert (ROOT / "docs" / page).read_text(encoding="utf-8") == document(), "run `make reference`"
 
 
 def test_every_key_says_what_it_means() -> None:

@@ -8,10 +8,8 @@ Invariant: a key's text is the one below its field in the code; there is no seco
 from __future__ import annotations
 
 import ast
-import inspect
 import re
-import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from gym_capture.rollouts import jobfile
 from gym_capture.serving import config
+from tests.reference.texts import texts
 
 _INTRODUCTION: Final = """\
 # Configuration
@@ -90,23 +89,6 @@ def rows(model: type[BaseModel]) -> Iterator[tuple[str, str, str, str]]:
             value = field.get_default(call_default_factory=True)
             default = "**must be said**" if value is PydanticUndefined else _default(value)
         yield key, kind, default, text
-
-
-def texts(model: type[BaseModel]) -> Mapping[str, tuple[str, str]]:
-    """Field -> its annotation, and the text below it."""
-    (node,) = ast.parse(textwrap.dedent(inspect.getsource(model))).body
-    assert isinstance(node, ast.ClassDef)
-    found: dict[str, tuple[str, str]] = {}
-    last = ""
-    for member in node.body:
-        if isinstance(member, ast.AnnAssign):
-            last = ast.unparse(member.target)
-            found[last] = (ast.unparse(member.annotation), "")
-        elif isinstance(member, ast.Expr) and isinstance(member.value, ast.Constant) and last:
-            found[last] = (found[last][0], " ".join(str(member.value.value).split()).replace("|", "\\|"))
-        else:
-            last = ""
-    return found
 
 
 def _kind(annotation: str) -> str:
