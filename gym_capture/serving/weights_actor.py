@@ -51,11 +51,12 @@ Operation: TypeAlias = Literal[
 class WeightCoordinator:
     """The actor. It answers nothing before its record is read."""
 
-    def __init__(self, *, directory: str, trainer_timeout_s: float, step_timeout_s: float) -> None:
+    def __init__(self, *, namespace: str, directory: str, trainer_timeout_s: float, step_timeout_s: float) -> None:
+        """`namespace`: that of the actor, which Ray does not tell it."""
         self._setup = {"trainer_timeout_s": trainer_timeout_s, "step_timeout_s": step_timeout_s}
         self._directory = directory
         self._plane: WeightPlane | None = None
-        self._metrics = WeightMetrics(namespace=ray.get_runtime_context().namespace)
+        self._metrics = WeightMetrics(namespace=namespace)
         self._looking: asyncio.Task[None] | None = None
 
     def opened(self) -> WeightPlane:
@@ -193,7 +194,7 @@ def start_coordinator(
             max_task_retries=0,
             max_concurrency=10_000,
         )
-        .remote(directory=str(Path(directory).expanduser()), **timeouts)
+        .remote(namespace=namespace, directory=str(Path(directory).expanduser()), **timeouts)
     )
     answer(actor.configure.remote(**timeouts))
     return actor
