@@ -103,14 +103,14 @@ def command(
     overlong_filtering: options.OverlongFiltering = False,
     spread_filtering: options.SpreadFiltering = False,
     max_sequence_tokens: options.MaxSequenceTokens = None,
-    layout: options.LayoutOption = Layout.PADDED,
-    tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
-    attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
-    device: options.Device = "cpu",
     metrics_port: Annotated[
         int | None, typer.Option(min=1, max=65535, help="Serve the metrics at this port, for Prometheus.")
     ] = None,
     metrics_host: Annotated[str, typer.Option(help="Address to serve them at; 0.0.0.0: all.")] = "127.0.0.1",
+    layout: options.LayoutOption = Layout.PADDED,
+    tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
+    attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
+    device: options.Device = "cpu",
 ) -> None:
     """Train over built trajectories, step after step, with checkpoints.
 
