@@ -14,7 +14,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck package docs bench check-configs contiguity-table reasons-table reference clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -93,6 +93,8 @@ typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
 package: $(READY)  ## build sdist and wheel into dist/, try the wheel in an empty environment without Ray, vLLM and torch (a minute)
 	$(BIN)/python -m tests.distribution
 
+.PHONY: package docs reference
+
 docs: $(DOCS_READY)  ## build the site of the documentation into site/; a link that leads nowhere fails it
 	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --quiet --strict
 
@@ -121,4 +123,5 @@ reference: $(READY)  ## write config.md, metrics.md, records.md and public-api.t
 	$(BIN)/python -m tests.reference.public_api > docs/public-api.txt
 
 clean:  ## remove .venv and caches of tools
-	rm -rf $(VENV) .docs-venv site .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent tests/trainers/.packages
+	rm -rf .docs-venv site dist
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent tests/trainers/.packages
