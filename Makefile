@@ -9,11 +9,12 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 CLIENTS := tests/clients
 CLAUDE_CODE := $(CURDIR)/$(CLIENTS)/node_modules/@anthropic-ai/claude-code/cli-wrapper.cjs
 TRAINERS_READY := tests/trainers/.packages/.ready
+DOCS_READY := .docs-venv/.ready
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck package bench check-configs contiguity-table reasons-table public-api clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -92,6 +93,17 @@ typecheck: $(READY)  ## mypy --strict over gym_capture and trainer_bridge
 package: $(READY)  ## build sdist and wheel into dist/, try the wheel in an empty environment without Ray, vLLM and torch (a minute)
 	$(BIN)/python -m tests.distribution
 
+.PHONY: package docs reference
+
+docs: $(DOCS_READY)  ## build the site of the documentation into site/; a link that leads nowhere fails it
+	NO_MKDOCS_2_WARNING=1 .docs-venv/bin/mkdocs build --quiet --strict
+
+# In an environment of its own: nothing of the project is needed to build pages.
+$(DOCS_READY): requirements/docs.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
+	@touch $@
+
 check-configs: $(READY)  ## validate every file in serve_configs/
 	$(BIN)/gym-capture check-configs serve_configs/*.yaml serve_configs/jobs/*.yaml
 
@@ -104,8 +116,12 @@ contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat templa
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md
 
-public-api: $(READY)  ## write docs/public-api.txt again: every public name with its signature
-	$(BIN)/python -m tests.public_api > docs/public-api.txt
+reference: $(READY)  ## write config.md, metrics.md, records.md and public-api.txt in docs/ again, from the code
+	$(BIN)/python -m tests.reference.config_page > docs/config.md
+	$(BIN)/python -m tests.reference.metrics_page > docs/metrics.md
+	$(BIN)/python -m tests.reference.records_page > docs/records.md
+	$(BIN)/python -m tests.reference.public_api > docs/public-api.txt
 
 clean:  ## remove .venv and caches of tools
+	rm -rf .docs-venv site dist
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent tests/trainers/.packages

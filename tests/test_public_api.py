@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from tests.docs.pages import blocks
-from tests.public_api import definitions, document, public_modules, public_names
+from tests.reference.public_api import definitions, document, public_modules, public_names
 
 ROOT = Path(__file__).parents[1]
 INSIDE = {
@@ -18,7 +18,7 @@ INSIDE = {
 
 
 def test_it_is_what_was_reviewed() -> None:
-    assert (ROOT / "docs" / "public-api.txt").read_text() == document(), "run `make public-api`, and look at the diff"
+    assert (ROOT / "docs" / "public-api.txt").read_text() == document(), "run `make reference`, and look at the diff"
 
 
 def test_every_public_name_is_defined() -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -153,6 +153,10 @@ def command(
     overlong_filtering: options.OverlongFiltering = False,
     spread_filtering: options.SpreadFiltering = False,
     max_sequence_tokens: options.MaxSequenceTokens = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(min=1, max=65535, help="Serve the metrics at this port, for Prometheus.")
+    ] = None,
+    metrics_host: Annotated[str, typer.Option(help="Address to serve them at; 0.0.0.0: all.")] = "127.0.0.1",
     layout: options.LayoutOption = Layout.PADDED,
     tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
     attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
@@ -223,7 +227,11 @@ def command(
     job = None if play is None else job_of(play, asked.settings)
     again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
     console = Console(soft_wrap=True, highlight=False)
-    with options.progress_bar() as bar, ExitStack() as opens:
+    with (
+        _scraped(out, metrics_host, metrics_port),
+        options.progress_bar() as bar,
+        ExitStack() as opens,
+    ):
         task = bar.add_task("loading the model", total=None)
         with explained(f"cannot load the model of {model}"):
             grpo = GrpoTrainer.load(model, grpo_options, device=device, attention=attention, reference=reference)
@@ -315,6 +323,13 @@ class _Run:
 def _stopped(name: str, progress: Progress, out: Path) -> str:
     kept = f"a checkpoint of step {progress.step} is in {out}" if progress.step else "no step was made"
     return f"stopped by {name}: {kept}; the same command goes on"
+
+
+def _scraped(out: Path, host: str, port: int | None) -> AbstractContextManager[object]:
+    from trainer_bridge.loop import METRICS
+    from trainer_bridge.run_metrics import served
+
+    return nullcontext() if port is None else served(out, out / METRICS, host=host, port=port)
 
 
 def _begin(out: Path, begun_with: dict[str, str]) -> bool:

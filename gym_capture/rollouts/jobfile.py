@@ -122,16 +122,19 @@ class JobFile(_Section):
     """A job. Relative paths are relative to where the command is run."""
 
     format_version: Literal[1]
+    """Of the job file."""
     out: Path
     """The job's directory. A job that was interrupted is resumed in it."""
     job_id: str | None = None
     """First part of rollout ids; without one, the name of `out` and a random part."""
     endpoint: EndpointSection = EndpointSection()
     environment: Named = Named(name="register")
+    """What is played, and what scores it."""
     tasks: TasksSection = TasksSection()
     samples: PositiveInt = _JOB_DEFAULTS.samples
     """Rollouts of each task: the size of a GRPO group."""
     harness: Named = Named(name="tool-loop")
+    """The agent."""
     limits: LimitsSection = LimitsSection()
     resume_turns: bool = False
     """Whether an attempt that was cut is continued from its records by the next one. It decides nothing of what is

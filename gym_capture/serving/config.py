@@ -68,6 +68,7 @@ class StateArgs(BaseModel):
     store: str = "gym_capture.stores.log:open_log"
     """Import path `module:factory` of the store that a shard hosts (`stores.base.StoreFactory`)."""
     store_kwargs: Object = Field(default_factory=dict)
+    """What the factory of the store takes beside its directory."""
     directory: Path = DEFAULT_DIRECTORY
     """Where the shards keep their logs: with one replica, on storage that outlives the node."""
     replicas: Literal[1, 2] = 1

@@ -48,7 +48,7 @@ COUNTERS: Final[Mapping[str, str]] = {
 
 GAUGES: Final[Mapping[str, str]] = {
     "live_rollouts": "Rollouts with records that were neither dropped nor cleared",
-    "longest_idle_s": "Seconds since the live rollout that was left alone for the longest was used",
+    "longest_idle_seconds": "Since the live rollout that was left alone for the longest was used",
     "lineage_rollouts": "Rollouts whose lineage is in memory",
     "lineage_bytes": "Memory of lineage",
     "log_bytes": "Size of the log on disk",
@@ -59,6 +59,7 @@ GAUGES: Final[Mapping[str, str]] = {
     "waiting_bytes": "Bytes of records that are not durable yet",
     "queued_writes": "Writes that wait for a sync to end",
 }
+"""Field of `ShardStats` -> what it is. Prometheus spells units out: `_seconds` is `_s` there."""
 
 LABELLED: Final[Mapping[str, tuple[str, str]]] = {
     "resolutions": ("outcome", "What calls were found to continue: root, resolved, unresolved:<reason>"),
@@ -97,5 +98,10 @@ class ShardMetrics:
             for value, count in now[name].items():
                 raise_by(counter, count - before[name].get(value, 0), {**self._tags, label: value})
         for name, gauge in self._gauges.items():
-            gauge.set(now[name], self._tags)
+            gauge.set(now[field_of(name)], self._tags)
         self._published = now
+
+
+def field_of(name: str) -> str:
+    """The field of `ShardStats` that a gauge shows."""
+    return name.removesuffix("econds") if name.endswith("_seconds") else name

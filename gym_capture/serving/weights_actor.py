@@ -23,6 +23,7 @@ from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, Seat, Welcome
 from gym_capture.serving.weights_mirror import copies_of
+from gym_capture.serving.weights_metrics import WeightMetrics
 from gym_capture.serving.weights_plane import WeightPlane
 from gym_capture.serving.weights_record import WeightsRecord
 
@@ -53,13 +54,15 @@ Operation: TypeAlias = Literal[
 class WeightCoordinator:
     """The actor. It answers nothing before its record is read."""
 
-    def __init__(self, *, directory: str, copied_in: str | None, **timeouts: float) -> None:
-        """`copied_in`: the namespace of the record's copies; None: it has none. `timeouts`: of `WeightPlane`."""
+    def __init__(self, *, namespace: str, directory: str, is_copied: bool, **timeouts: float) -> None:
+        """`namespace`: that of the actor, which Ray does not tell it. `timeouts`: of `WeightPlane`."""
         self._timeouts = timeouts
         self._directory = Path(directory)
-        self._copied_in = copied_in
+        self._namespace = namespace
+        self._is_copied = is_copied
         self._plane: WeightPlane | None = None
         self._opening = asyncio.Lock()
+        self._metrics = WeightMetrics(namespace=namespace)
         self._looking: list[asyncio.Task[None]] = []
 
     async def opened(self) -> WeightPlane:
@@ -67,11 +70,14 @@ class WeightCoordinator:
         async with self._opening:
             if self._plane is None:
                 copies = None
-                if self._copied_in is not None:
-                    copies = copies_of(directory=self._directory, namespace=self._copied_in)
+                if self._is_copied:
+                    copies = copies_of(directory=self._directory, namespace=self._namespace)
                 record = WeightsRecord(self._directory, copies=copies)
                 self._plane = plane = await asyncio.to_thread(WeightPlane, record, **self._timeouts)
-                self._looking = [asyncio.create_task(_look(plane)), asyncio.create_task(_look_for_copy(plane))]
+                self._looking = [
+                    asyncio.create_task(_look(plane, self._metrics)),
+                    asyncio.create_task(_look_for_copy(plane)),
+                ]
         return self._plane
 
     async def configure(self, *, trainer_timeout_s: float, step_timeout_s: float) -> None:
@@ -89,7 +95,18 @@ class WeightCoordinator:
 
     async def operate(self, operation: Operation, arguments: Mapping[str, Any]) -> object:
         """What a trainer asks."""
-        return await _operations(await self.opened())[operation](**arguments)
+        asked = _operations(await self.opened())[operation](**arguments)
+        try:
+            said = await asked
+        except GymCaptureError as error:
+            if operation in ("start", "update", "finish"):
+                self._metrics.not_applied(error)
+            raise
+        if operation == "finish":
+            self._metrics.applied(paused_s=cast("Mapping[str, float]", said)["paused_s"])
+        elif operation == "abort" and said:
+            self._metrics.ended("aborted")
+        return said
 
 
 def _operations(plane: WeightPlane) -> Mapping[Operation, Callable[..., Awaitable[object]]]:
@@ -109,11 +126,13 @@ def _operations(plane: WeightPlane) -> Mapping[Operation, Callable[..., Awaitabl
     }
 
 
-async def _look(plane: WeightPlane) -> None:
+async def _look(plane: WeightPlane, metrics: WeightMetrics) -> None:
     while True:
+        metrics.publish(await plane.info())
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            await plane.give_up_if_silent()
+            if await plane.give_up_if_silent():
+                metrics.ended("given_up")
         except GymCaptureError as error:
             logger.error("could not go on without the trainer: %s", error)
 
@@ -196,7 +215,7 @@ def start_coordinator(
             max_task_retries=0,
             max_concurrency=10_000,
         )
-        .remote(directory=str(Path(directory).expanduser()), copied_in=namespace if replicas > 1 else None, **timeouts)
+        .remote(namespace=namespace, directory=str(Path(directory).expanduser()), is_copied=replicas > 1, **timeouts)
     )
     answer(actor.configure.remote(**timeouts))
     return actor

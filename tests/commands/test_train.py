@@ -6,6 +6,8 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from urllib.request import urlopen
 
 import pyarrow.parquet as pq
 import pytest
@@ -16,9 +18,11 @@ from typer.testing import CliRunner, Result
 from gym_capture.build.builder import build
 from gym_capture.commands.train import command
 from gym_capture.data.schema import rows, to_table
+from gym_capture.demo.processes import free_port
 from gym_capture.errors import ConfigError
 from gym_capture.models import tiny_dir
 from tests.data.made_rollouts import snapshot
+from trainer_bridge.grpo import GrpoTrainer, StepMetrics
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +124,22 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path, data: Path) ->
     failed = train("--data", data, "--out", data)
     assert isinstance(failed.exception, ConfigError)
     assert "holds something else" in str(failed.exception)
+
+
+def test_a_run_can_be_scraped_while_it_trains(tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port = free_port()
+    scraped: list[str] = []
+    steps = GrpoTrainer.step
+
+    def scraping(trainer: GrpoTrainer, *given: Any, **options: Any) -> StepMetrics:
+        with urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as reply:
+            scraped.append(reply.read().decode())
+        return steps(trainer, *given, **options)
+
+    monkeypatch.setattr(GrpoTrainer, "step", scraping)
+    out = tmp_path / "run"
+    done = train("--data", data, "--out", out, "--rollouts-per-step", 2, "--steps", 2, "--metrics-port", port)
+    assert done.exit_code == 0, done.output
+    assert scraped[0] == ""
+    assert 'gym_capture_trainer_step{run="run"} 1\n' in scraped[1]
+    assert "gym_capture_trainer_token_mult_prob_error" in scraped[1]

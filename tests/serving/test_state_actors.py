@@ -22,9 +22,11 @@ from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.metrics import JobMetrics
 from gym_capture.rollouts.progress import JobProgress
 from gym_capture.serving.state import connect, start_shards, stop_shards
+from gym_capture.serving.weights_actor import CoordinatorClient, start_coordinator
+from gym_capture.serving.weights_metrics import WeightMetrics
 from tests.commands.test_rollout_view import failure
 from tests.rollouts.test_progress import row
-from tests.serving.exported import exported_by_jobs, exported_names
+from tests.serving.exported import exported_by_jobs, exported_by_weights, exported_names
 from tests.serving.shards import LOG
 from tests.serving.test_state import play
 
@@ -116,12 +118,14 @@ async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
         state = connect(namespace="scraped")
         await play(state, "r1", calls=3)
         a_job_plays()
+        await weights_are_asked_for(tmp_path)
         (node,) = ray.nodes()
         endpoint = f"http://127.0.0.1:{node['MetricsExportPort']}/metrics"
         async with asyncio.timeout(90), httpx.AsyncClient(trust_env=False) as http:
             while True:
                 text = (await http.get(endpoint)).text
-                if "ray_gym_capture_resolutions" in text and "ray_gym_capture_job_groups_built" in text:
+                wanted = ("ray_gym_capture_resolutions", "ray_gym_capture_job_groups_built", 'outcome="failed"')
+                if all(each in text for each in wanted):
                     return text
                 await asyncio.sleep(0.5)
 
@@ -133,6 +137,9 @@ async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
     (resolved,) = [line for line in samples if "resolutions_total" in line and 'outcome="resolved"' in line]
     assert resolved.split()[-1] == "2.0"
     assert names >= exported_by_jobs()
+    assert names >= exported_by_weights()
+    (failed,) = [line for line in samples if "weights_updates_total" in line and 'outcome="failed"' in line]
+    assert failed.split()[-1] == "1.0"
     of_job = {
         (line.partition("{")[0].removeprefix("ray_gym_capture_"), line.split()[-1])
         for line in samples
@@ -151,6 +158,16 @@ async def test_prometheus_can_scrape_what_actors_count(tmp_path: Path) -> None:
         if f'state="{state}"' in line
     }
     assert states == {"waiting": "2.0", "running": "1.0", "finished": "3.0", "failed": "1.0"}
+
+
+async def weights_are_asked_for(tmp_path: Path) -> None:
+    """Of a coordinator without a replica; what only updates that are applied export, is said beside it."""
+    actor = start_coordinator(namespace="scraped", directory=str(tmp_path), trainer_timeout_s=60, step_timeout_s=60)
+    with pytest.raises(StoreUnavailableError):
+        await CoordinatorClient(actor).operate("start")
+    beside = WeightMetrics(namespace="scraped")
+    beside.applied(paused_s=0.5)
+    beside.publish({"weight_version": "7", "replicas": ["a"], "waiting_replicas": [], "is_paused": False})
 
 
 def a_job_plays() -> None:

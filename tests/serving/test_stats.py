@@ -15,12 +15,13 @@ from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.record_fields import with_values
 from gym_capture.capture.records import Continues, Root
 from gym_capture.errors import RetiredRolloutError, StoreOverloadedError
-from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED
+from gym_capture.serving.metrics import COUNTERS, GAUGES, LABELLED, field_of
 from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
-from tests.serving.exported import exported_by_jobs, exported_names
+from tests.reference.metrics_page import document
+from tests.serving.exported import every_name
 from tests.serving.shards import client
 from tests.serving.test_state import intent, play
 
@@ -143,11 +144,11 @@ async def test_calls_are_turned_away_while_too_much_waits_for_the_disk(tmp_path:
     assert (stats.begins, stats.begins_refused, stats.puts, stats.waiting_bytes) == (2, 1, 4, 0)
 
 
-# --- the dashboard ---------------------------------------------------------------------------------------------------
+# --- the dashboard, and the page --------------------------------------------------------------------------------------
 
 
 def test_every_count_is_exported() -> None:
-    exported = {*COUNTERS, *GAUGES, *LABELLED}
+    exported = {*COUNTERS, *map(field_of, GAUGES), *LABELLED}
     assert exported | {"shards", "put_seconds"} == {item.name for item in fields(ShardStats)}
 
 
@@ -155,9 +156,28 @@ def test_the_dashboard_asks_only_for_what_is_exported() -> None:
     dashboard = json.loads(DASHBOARD.read_text(encoding="utf-8"))
     queries = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
     queries += [variable["query"] for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
-    assert all("ray_gym_capture_" in query for query in queries)
-    asked = {name for query in queries for name in re.findall(r"ray_gym_capture_\w+", query)}
-    exported = exported_names() | exported_by_jobs()
-    assert asked <= exported
-    unseen = exported - asked
+    asked = {name for query in queries for name in re.findall(r"(?:ray_)?gym_capture_\w+", query)}
+    assert all(re.search(r"\bgym_capture_|\bray_gym_capture_", query) for query in queries)
+    assert asked - every_name() == set()
+    unseen = every_name() - asked
     assert unseen == {"ray_gym_capture_put_latency_seconds_sum", "ray_gym_capture_put_latency_seconds_count"}
+
+
+@pytest.mark.parametrize("name", sorted(every_name()))
+def test_names_are_as_prometheus_wants_them(name: str) -> None:
+    """https://prometheus.io/docs/practices/naming: one unit, spelled out, behind the name; `_total` behind counters."""
+    assert re.fullmatch(r"(ray_)?gym_capture(_[a-z0-9]+)+", name)
+    words = name.removesuffix("_total").removesuffix("_bucket").removesuffix("_sum").removesuffix("_count").split("_")
+    assert not {"s", "ms", "sec", "secs", "millis", "kb", "mb", "gb", "percent", "fraction", "gauge", "counter"} & set(
+        words
+    )
+    for unit in ("seconds", "bytes", "ratio", "nats"):
+        assert unit not in words[:-1], f"{unit} stands behind the name"
+
+
+def test_the_page_lists_them() -> None:
+    page = (DASHBOARD.parents[1] / "metrics.md").read_text(encoding="utf-8")
+    assert page == document(), "run `make reference`"
+    listed = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
+    parts = {name for name in every_name() if "put_latency" in name}
+    assert listed == {*(every_name() - parts), "ray_gym_capture_put_latency_seconds"}

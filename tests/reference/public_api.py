@@ -2,7 +2,7 @@
 
 Invariant: nothing is imported, so it reads the same whatever is installed.
 
-    python -m tests.public_api > docs/public-api.txt      `make public-api`
+    python -m tests.reference.public_api > docs/public-api.txt      `make reference`
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Final, TypeAlias
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 PACKAGES: Final = ("gym_capture", "trainer_bridge")
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
