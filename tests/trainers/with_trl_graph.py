@@ -35,6 +35,7 @@ from tests.docs.pages import ROOT, blocks_of
 from tests.serving.graph import Graph
 from tests.trainers.plain_attention import without_a_gpu
 from tests.weight_folders import moved, weights_folder
+from trainer_bridge.groups import Position
 from trainer_bridge.stream import TrainSequence, parquet_batches, read_rollouts
 from trainer_bridge.weight_client import WeightClient
 
@@ -210,8 +211,9 @@ def test_the_script_trains_on_the_graph_and_the_graph_serves_what_it_trains(
         # TRL looks at how old a sample is as it takes it for a batch: one step ahead, two for one that did not fit.
         assert live - STALENESS - 2 <= min(versions(row)) <= max(versions(row)) <= live
     assert max(max(versions(row)) for row in rows) >= STEPS + STEPS_AGAIN - STALENESS - 1
-    settled = json.loads((tmp_path / "run" / "groups.json").read_bytes())
-    assert settled["settled"]
+    settled = Position.from_json(json.loads((tmp_path / "run" / "groups.json").read_bytes())).settled
+    groups = {row.trajectory_id.split(".")[1] for row in rows}
+    assert groups <= settled
 
 
 def serves_what_the_trainer_has(graph: Graph, model: torch.nn.Module, in_graph: dict[str, torch.Tensor]) -> None:
