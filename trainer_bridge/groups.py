@@ -111,6 +111,9 @@ def _are_ids(single: Sequence[Any], ranges: Mapping[Any, Any]) -> bool:
 class GroupSource(Protocol):
     """Where groups come from. Belongs to one stream."""
 
+    late: list[str]
+    """Rollouts that became part of a group after it had been given: in no group that is given."""
+
     def groups(self, settled: Set[str]) -> AsyncGenerator[Group]:
         """Each group once, complete, built when it is asked for; none of those whose ids are `settled`."""
         ...
@@ -209,6 +212,12 @@ class AsyncGroupStream:
         if group is None:
             raise StopAsyncIteration
         return group
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """Rollouts that were registered in a group after it had been built. They are not trained. Their
+        records stay, until a stream with `retire` goes on from a position that has the group."""
+        return tuple(self._source.late)
 
     async def next(self) -> Group | None:
         """The next group; None: there are no more. Raises what the source raises, behind the groups before that."""
@@ -329,6 +338,11 @@ class GroupStream:
     def counts(self) -> StreamCounts:
         """As `AsyncGroupStream.counts`."""
         return self._stream.counts
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """As `AsyncGroupStream.late`."""
+        return self._stream.late
 
     def __enter__(self) -> Self:
         self._thread.start()

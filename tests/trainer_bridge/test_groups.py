@@ -62,6 +62,7 @@ class Listed:
     def __init__(self, *groups: Group, fails: Exception | None = None) -> None:
         self._groups = groups
         self._fails = fails
+        self.late: list[str] = []
         self.built: list[str] = []
         self.retired: list[str] = []
         self.closed = False
@@ -502,6 +503,7 @@ async def test_a_group_comes_when_all_who_registered_in_it_are_through(store: Me
         await play(store, "b.2", group="b", reward=1.0)  # too late
         await store.write(Complete("a.1", Outcome(reward=1.0)))
         assert (await anext(stream)).group_id == "a"
+        assert stream.late == ("b.2",)
 
 
 async def test_a_graph_that_goes_is_named_and_one_that_was_not_there_too(
