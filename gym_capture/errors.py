@@ -44,6 +44,7 @@ built (`data.groups`), and where weights are changed, of which the others must h
     │   └── WeightsFailedError     ...since a replica, or the disk, failed with them: says which and why
     │       └── LostMemberError    ...since a replica died, or does not answer (`gym_capture.serving.weights_members`)
     ├── StreamOverError            no group is left for a trainer that waits for one (`trainer_bridge.trl_worker`)
+    ├── StepGivenUpError           a step was told to stop, and has changed nothing (`trainer_bridge.grpo`)
     ├── JobError                   a build job cannot go on: its workers die
     └── ConfigError                a configuration that cannot work: says which key and what to do
 """

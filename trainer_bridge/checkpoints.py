@@ -46,6 +46,8 @@ class Progress:
     """Groups of the stream that went into them, left-out ones included: where to go on."""
     position: Mapping[str, Any] | None = None
     """`Position.as_json` of a `GroupStream`; None: the groups were of none."""
+    weights: Mapping[str, Any] | None = None
+    """`WeightPushes.state`; None: the run has pushed none."""
 
 
 def write(

@@ -56,6 +56,7 @@ class ParquetGroups:
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(f"{self._shown} is no directory that can be read: {one_line(error)}") from None
         self._columns = tuple(columns)
+        self.late: list[str] = []
         self._follow = follow
         self._poll_s = poll_s
 
@@ -131,6 +132,7 @@ class _Recorded:
         self._retires = retire
         self._left: set[str] = set()
         """Rollouts of groups that an earlier process settled, and may not have retired."""
+        self.late: list[str] = []
 
     async def retire(self, consumed: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Raises `StreamLostError` if the graph is gone."""
@@ -158,6 +160,34 @@ class _Recorded:
             await self.retire({each.rollout_id: (each.snapshot_id, each.version) for each in frozen if each.version})
 
 
+class Room:
+    """How many groups of a job may be under way that its trainer has not taken yet: what holds a job back.
+
+    The job asks by `enter` before each rollout, one group's rollouts behind another's. So no rollout waits for room
+    that a group has which waits for it.
+    """
+
+    def __init__(self, groups: int) -> None:
+        """Raises `ConfigError` for fewer than one."""
+        if groups < 1:
+            raise ConfigError(f"there must be room for at least 1 group: got {groups}")
+        self._groups = groups
+        self._under_way: set[str] = set()
+        self._changed = asyncio.Event()
+
+    async def enter(self, group_id: str) -> None:
+        """Returns once a rollout of this group may be played: it is under way, or there is room for another one."""
+        while group_id not in self._under_way and len(self._under_way) >= self._groups:
+            self._changed.clear()
+            await self._changed.wait()
+        self._under_way.add(group_id)
+
+    def leave(self, group_id: str) -> None:
+        """The trainer has taken it."""
+        self._under_way.discard(group_id)
+        self._changed.set()
+
+
 class PlayedGroups(_Recorded):
     """The groups of a job that this process plays. The job begins with the stream and ends with it."""
 
@@ -169,11 +199,14 @@ class PlayedGroups(_Recorded):
         group_size: int,
         options: RowOptions | None = None,
         retire: bool = False,
+        room: Room | None = None,
     ) -> None:
         """`play`: see `group_stream`; it tells of earlier runs' rollouts too. `source`: where the records are.
-        `retire`: drop what a trainer has acknowledged."""
+        `retire`: drop what a trainer has acknowledged. `room`: that which the job asks for. A group leaves it as the
+        stream asks for the next one, so a stream that is to count has `ahead=1`."""
         super().__init__(source, group_size=group_size, options=options, retire=retire)
         self._play = play
+        self._room = room
 
     def groups(self, settled: Set[str]) -> AsyncGenerator[Group]:
         """Raises what `stream_groups` raises; `StreamLostError` if the graph goes."""
@@ -182,11 +215,22 @@ class PlayedGroups(_Recorded):
             def heard(row: Mapping[str, Any]) -> None:
                 if row["group_id"] in settled:
                     self._left.add(row["rollout_id"])
+                    self._leave(row["group_id"])
                 tell(row)
 
             await self._play(heard)
 
-        return self._given(played_groups(play, self._thread, self._group_size, settled=settled))
+        return self._leaving(self._given(played_groups(play, self._thread, self._group_size, settled=settled)))
+
+    async def _leaving(self, given: AsyncGenerator[Group]) -> AsyncGenerator[Group]:
+        async with aclosing(given) as groups:
+            async for group in groups:
+                yield group
+                self._leave(group.group_id)
+
+    def _leave(self, group_id: str) -> None:
+        if self._room is not None:
+            self._room.leave(group_id)
 
 
 class RecordedGroups(_Recorded):
@@ -216,6 +260,7 @@ class RecordedGroups(_Recorded):
                 self._group_size,
                 settled=settled,
                 on_settled=self._left.add,
+                on_late=self.late.append,
                 follow=self._follow,
                 poll_s=self._poll_s,
             )

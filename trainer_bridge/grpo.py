@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, GymCaptureError
 from trainer_bridge.batching import Selection, StepBatch, check_vocabulary, step_batch
 from trainer_bridge.layouts import Layout, MicroBatch, lay_out, packing
 from trainer_bridge.loss import LossOptions, Mismatch, clipped_loss, importance, kl, log_ratio, mismatch, outside
@@ -105,6 +105,10 @@ class StepMetrics:
     seconds: float
 
 
+class StepGivenUpError(GymCaptureError):
+    """A step was told to stop, and has changed nothing."""
+
+
 class GrpoTrainer:
     """A model, its optimizer, and `step`."""
 
@@ -149,16 +153,24 @@ class GrpoTrainer:
         return cls(loaded(folder), options, reference=kept)
 
     def step(
-        self, rollouts: Sequence[TrainRollout], *, on_progress: Callable[[int, int], None] = lambda done, of: None
+        self,
+        rollouts: Sequence[TrainRollout],
+        *,
+        on_progress: Callable[[int, int], None] = lambda done, of: None,
+        give_up: Callable[[], bool] = lambda: False,
     ) -> StepMetrics:
-        """Moves the weights on `rollouts`. `on_progress` gets the passes over micro-batches done, and how many of."""
+        """Moves the weights on `rollouts`. `on_progress` gets the passes over micro-batches done, and how many of.
+
+        `give_up` is asked behind each of them, until the weights have moved: if so, raises `StepGivenUpError`, with
+        nothing changed.
+        """
         started = time.perf_counter()
         batch = self.select(rollouts)
         micro_batches = self.lay_out(batch)
         updates_per_step = self.options.updates_per_step
         asks_prev = updates_per_step > 1 or self.options.mismatch_threshold is not None
         passes = updates_per_step + asks_prev + (self._reference is not None)
-        progress = _Progress(on_progress, len(micro_batches) * passes)
+        progress = _Progress(on_progress, len(micro_batches) * passes, give_up)
         # With a single update the pass that trains also gives the log probabilities of the weights before it.
         prev: torch.Tensor | None = None
         if asks_prev:
@@ -170,7 +182,12 @@ class GrpoTrainer:
             reference = self._log_probs(self._reference, batch, micro_batches, progress.advance)
         done = _Updates()
         for _ in range(updates_per_step if micro_batches else 0):
-            found = self._backward(batch, micro_batches, prev, reference, progress.advance)
+            try:
+                found = self._backward(batch, micro_batches, prev, reference, progress.advance)
+            except StepGivenUpError:
+                self.optimizer.zero_grad(set_to_none=True)
+                raise
+            progress.weights_move()
             prev = found.log_probs if prev is None else prev
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.options.max_grad_norm))
             if math.isfinite(norm):
@@ -361,16 +378,23 @@ class _Updates:
 
 
 class _Progress:
-    """Counts passes over micro-batches."""
+    """Counts passes over micro-batches, behind each of which a step may be given up, until the weights move."""
 
-    def __init__(self, report: Callable[[int, int], None], of: int) -> None:
+    def __init__(self, report: Callable[[int, int], None], of: int, give_up: Callable[[], bool]) -> None:
         self._report = report
         self._done = 0
         self._of = of
+        self._give_up = give_up
 
     def advance(self) -> None:
         self._done += 1
         self._report(self._done, self._of)
+        if self._give_up():
+            raise StepGivenUpError("the step was told to stop before it had changed anything")
+
+    def weights_move(self) -> None:
+        """From here on the step goes to its end."""
+        self._give_up = lambda: False
 
 
 def _mean(values: torch.Tensor) -> float:

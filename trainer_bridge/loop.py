@@ -1,14 +1,15 @@
 """A training run: steps over a stream of groups, with a line of metrics for each, checkpoints and plots.
 
 Invariant: whenever the run is killed, its folder holds the last checkpoint whole, and going on from there makes the
-steps that it would have made; `metrics.jsonl` has each step once.
+steps that it would have made; `metrics.jsonl` has each step once. A run that is told to stop, or whose groups or graph
+are gone, leaves a checkpoint of its last whole step.
 
     RUN/metrics.jsonl    one JSON object a step, as it is made
     RUN/metrics.png      the same, drawn
     RUN/checkpoints/     `checkpoints.py`; the newest is a model folder that can be served
 
 Flow: `Trainer(..., run)` -> `resume()` -> `run(groups)`: groups until there are enough rollouts -> `GrpoTrainer.step`
--> metrics -> `on_step`, for whoever pushes weights or acknowledges groups -> now and then a checkpoint and the plots.
+-> metrics -> the weights go to the graph (`weight_pushes`) -> `on_step` -> now and then a checkpoint and the plots.
 
     trainer = Trainer(GrpoTrainer.load(folder, GrpoOptions()), Path("runs/first"), LoopOptions(rollouts_per_step=64))
     trainer.resume()
@@ -16,6 +17,7 @@ Flow: `Trainer(..., run)` -> `resume()` -> `run(groups)`: groups until there are
     trainer.run(itertools.islice(groups, trainer.progress.groups_trained, None))
 
 or, on groups as they come: `with GroupStream(source, position=trainer.position) as stream: trainer.run_stream(stream)`.
+With `pushes`, call `serve()` before the stream is opened: what is played then is played by the run's own weights.
 """
 
 from __future__ import annotations
@@ -23,19 +25,22 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 from gym_capture.durable_files import replace_file
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, GymCaptureError, WeightsError
 from trainer_bridge import checkpoints
 from trainer_bridge.checkpoints import Progress
 from trainer_bridge.groups import GroupStream, Position
-from trainer_bridge.grpo import GrpoTrainer, StepMetrics
+from trainer_bridge.grpo import GrpoTrainer, StepGivenUpError, StepMetrics
 from trainer_bridge.plots import write_plots
 from trainer_bridge.stream import TrainRollout
+from trainer_bridge.weight_client import Pushed
+from trainer_bridge.weight_pushes import WeightPushes
 
 METRICS: Final = "metrics.jsonl"
 CHECKPOINTS: Final = "checkpoints"
@@ -64,14 +69,25 @@ class Trainer:
     """`GrpoTrainer.step` in a loop, with a folder."""
 
     def __init__(
-        self, grpo: GrpoTrainer, run: Path, options: LoopOptions, *, tokenizer_from: Path | None = None
+        self,
+        grpo: GrpoTrainer,
+        run: Path,
+        options: LoopOptions,
+        *,
+        tokenizer_from: Path | None = None,
+        pushes: WeightPushes | None = None,
     ) -> None:
-        """`tokenizer_from`: the model folder whose tokenizer goes with the checkpoints."""
+        """`tokenizer_from`: the model folder whose tokenizer goes with the checkpoints. `pushes`: where the weights of
+        each step go."""
         self.grpo = grpo
         self.progress = Progress()
         self._folder = run
         self._options = options
         self._tokenizer_from = tokenizer_from
+        self._pushes = pushes
+        self._stream: GroupStream | None = None
+        self._written = 0
+        self._stopping = False
 
     def resume(self) -> bool:
         """Goes on from the newest checkpoint of the run, if there is one: weights, optimizer, random state, steps.
@@ -93,17 +109,34 @@ class Trainer:
         found = self.progress.position
         return None if found is None else Position.from_json(found)
 
+    def serve(self, *, again: bool = False) -> Pushed | None:
+        """Has the graph serve the weights of the run, if it does not. `again`: see `WeightPushes.begin`, which it
+        raises the errors of."""
+        assert self._pushes is not None, "the trainer was given no `pushes`"
+        return self._pushes.begin(self.grpo.model.state_dict(), self.progress.weights, again=again)
+
+    def stop(self) -> None:
+        """Ends the run soon, with a checkpoint: a step that has not moved the weights is given up, and nothing is
+        waited for. For other threads, and handlers of signals."""
+        self._stopping = True
+        if self._stream is not None:
+            self._stream.end()
+        if self._pushes is not None:
+            self._pushes.give_up()
+
     def run(
         self,
         groups: Iterable[Sequence[TrainRollout]],
         *,
         on_step: Callable[[Progress, StepMetrics], None] = lambda progress, metrics: None,
         on_progress: Callable[[int, int], None] = lambda done, of: None,
+        on_wait: Callable[[int, int], None] = lambda there, of: None,
     ) -> Progress:
         """Trains on `groups` until they end or the steps are made. `groups`: what comes behind
         `progress.groups_trained`. `on_step` is called behind each step, when its metrics are written; `on_progress`
-        gets the passes of a step."""
-        return self._run(groups, on_step, on_progress, settle=lambda some: None, saved=lambda: None)
+        gets the passes of a step, `on_wait` how many rollouts are there for the next one, and how many it takes."""
+        hooks = _Hooks(on_step, on_progress, on_wait)
+        return self._run(groups, hooks, settle=lambda some: None, saved=lambda: None, counted=dict)
 
     def run_stream(
         self,
@@ -111,6 +144,7 @@ class Trainer:
         *,
         on_step: Callable[[Progress, StepMetrics], None] = lambda progress, metrics: None,
         on_progress: Callable[[int, int], None] = lambda done, of: None,
+        on_wait: Callable[[int, int], None] = lambda there, of: None,
     ) -> Progress:
         """As `run`, on a stream that was opened at `position`. Each checkpoint has the stream's position, which is
         acknowledged once the checkpoint is written."""
@@ -119,51 +153,109 @@ class Trainer:
             if (position := self.position) is not None:
                 stream.acknowledge(position)
 
-        return self._run(stream, on_step, on_progress, settle=lambda some: stream.trained(some).as_json(), saved=saved)
+        def counted() -> dict[str, Any]:
+            return {f"stream/{name}": count for name, count in asdict(stream.counts).items()}
+
+        self._stream = stream
+        if self._stopping:
+            stream.end()
+        hooks = _Hooks(on_step, on_progress, on_wait)
+        return self._run(
+            stream, hooks, settle=lambda some: stream.trained(some).as_json(), saved=saved, counted=counted
+        )
 
     def _run(
         self,
         groups: Iterable[_G],
-        on_step: Callable[[Progress, StepMetrics], None],
-        on_progress: Callable[[int, int], None],
+        hooks: _Hooks,
         *,
         settle: Callable[[list[_G]], Mapping[str, Any] | None],
         saved: Callable[[], None],
+        counted: Callable[[], dict[str, Any]],
     ) -> Progress:
         self._folder.mkdir(parents=True, exist_ok=True)
-        written = self.progress.step
-        with (self._folder / METRICS).open("a", encoding="utf-8") as file:
-            for some in self._some_at_a_time(groups):
-                metrics = self.grpo.step(list(itertools.chain.from_iterable(some)), on_progress=on_progress)
-                self.progress = Progress(
-                    step=self.progress.step + 1,
-                    groups_trained=self.progress.groups_trained + len(some),
-                    position=settle(some),
-                )
-                file.write(json.dumps(line(self.progress, metrics), allow_nan=False) + "\n")
-                file.flush()
-                on_step(self.progress, metrics)
-                if self.progress.step % self._options.checkpoint_every == 0:
-                    written = self._checkpoint()
-                    saved()
-        if written < self.progress.step:
-            self._checkpoint()
-            saved()
+        self._written = self.progress.step
+        if self._pushes is not None and self._pushes.version is None:
+            self.serve()
+        try:
+            with (self._folder / METRICS).open("a", encoding="utf-8") as file:
+                for some in self._some_at_a_time(groups, hooks):
+                    self._step(some, hooks, file, settle, counted)
+                    if self.progress.step % self._options.checkpoint_every == 0:
+                        self._save(saved)
+        except StepGivenUpError:
+            self._save(saved)
+        except GymCaptureError:
+            self._save(saved)  # what was trained stays trained, whatever is gone
+            if not self._stopping:
+                raise
+        else:
+            self._save(saved)
+        self._finish_pushes()
         return self.progress
 
-    def _some_at_a_time(self, groups: Iterable[_G]) -> Iterator[list[_G]]:
-        """Groups for a step each. Takes no group that it does not give."""
+    def _step(
+        self,
+        some: list[_G],
+        hooks: _Hooks,
+        file: TextIO,
+        settle: Callable[[list[_G]], Mapping[str, Any] | None],
+        counted: Callable[[], dict[str, Any]],
+    ) -> None:
+        rollouts = list(itertools.chain.from_iterable(some))
+        metrics = self.grpo.step(rollouts, on_progress=hooks.on_progress, give_up=lambda: self._stopping)
+        self.progress = replace(
+            self.progress,
+            step=self.progress.step + 1,
+            groups_trained=self.progress.groups_trained + len(some),
+            position=settle(some),
+        )
+        more: dict[str, Any] = {"waited_s": hooks.waited_s} | counted()
+        try:
+            if self._pushes is not None:
+                more |= lags(some, self._pushes.version)
+                more |= pushed(self._pushes.finished())
+        finally:
+            file.write(json.dumps(line(self.progress, metrics, more), allow_nan=False) + "\n")
+            file.flush()
+        if self._pushes is not None:
+            self._pushes.push(self.progress.step, self.grpo.model.state_dict())
+            self.progress = replace(self.progress, weights=self._pushes.state)
+        hooks.on_step(self.progress, metrics)
+
+    def _finish_pushes(self) -> None:
+        """Waits for the last one. A run that is told to stop pushes it when it goes on."""
+        if self._pushes is not None:
+            try:
+                self._pushes.finished()
+            except WeightsError:
+                if not self._stopping:
+                    raise
+
+    def _some_at_a_time(self, groups: Iterable[_G], hooks: _Hooks) -> Iterator[list[_G]]:
+        """Groups for a step each. Takes no group that it does not give, unless it is told to stop."""
         remaining = iter(groups)
         while self._options.steps is None or self.progress.step < self._options.steps:
             some: list[_G] = []
-            while sum(map(len, some)) < self._options.rollouts_per_step:
+            began = time.perf_counter()
+            while (there := sum(map(len, some))) < self._options.rollouts_per_step:
+                hooks.on_wait(there, self._options.rollouts_per_step)
                 group = next(remaining, None)
+                if self._stopping:
+                    return
                 if group is None:
                     break
                 some.append(group)
             if not some:
                 return
+            hooks.waited_s = time.perf_counter() - began
             yield some
+
+    def _save(self, saved: Callable[[], None]) -> None:
+        """A checkpoint, if there is none of these steps yet."""
+        if self._written < self.progress.step:
+            self._written = self._checkpoint()
+            saved()
 
     def _checkpoint(self) -> int:
         checkpoints.write(
@@ -189,9 +281,51 @@ class Trainer:
             raise ConfigError(f"{path} has a line that is no JSON, so it is of something else: {error}") from None
 
 
-def line(progress: Progress, metrics: StepMetrics) -> dict[str, Any]:
+@dataclass(slots=True)
+class _Hooks:
+    """What a caller is told of."""
+
+    on_step: Callable[[Progress, StepMetrics], None]
+    on_progress: Callable[[int, int], None]
+    on_wait: Callable[[int, int], None]
+    waited_s: float = 0.0
+    """For the groups of the step."""
+
+
+def lags(groups: Iterable[Sequence[TrainRollout]], version: int | None) -> dict[str, Any]:
+    """How many versions the oldest weights that sampled a group are behind `version`, those that were trained."""
+    found: list[int] = []
+    unknown = 0
+    for group in groups:
+        sampled = {
+            each.weight_version
+            for rollout in group
+            if not rollout.masked
+            for sequence in rollout.sequences
+            for each in sequence.spans
+        }
+        known = [int(each) for each in sampled if each is not None and each.isdecimal()]
+        unknown += len(known) < len(sampled)
+        if known and version is not None:
+            found.append(version - min(known))
+    return {
+        "version": version,
+        "lag_mean": sum(found) / len(found) if found else None,
+        "lag_max": max(found, default=None),
+        "groups_of_unknown_age": unknown,
+    }
+
+
+def pushed(push: Pushed | None) -> dict[str, Any]:
+    """Of the push that was finished before this step's weights go."""
+    if push is None:
+        return {"pushed_version": None, "push_s": None, "paused_s": None}
+    return {"pushed_version": push.version, "push_s": push.seconds, "paused_s": push.paused_s}
+
+
+def line(progress: Progress, metrics: StepMetrics, more: Mapping[str, Any]) -> dict[str, Any]:
     """A step as an object of plain names and numbers; inner names behind a slash. What is not finite is null."""
-    found: dict[str, Any] = {name: value for name, value in asdict(progress).items() if name != "position"}
+    found: dict[str, Any] = {"step": progress.step, "groups_trained": progress.groups_trained}
     for name, value in asdict(metrics).items():
         if name == "mismatch":
             found |= value or {}
@@ -199,6 +333,7 @@ def line(progress: Progress, metrics: StepMetrics) -> dict[str, Any]:
             found |= {f"{name}/{inner}": number for inner, number in value.items()}
         else:
             found[name] = value
+    found |= more
     return {name: None if _endless(value) else value for name, value in found.items()}
 
 

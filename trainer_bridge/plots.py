@@ -18,6 +18,7 @@ from gym_capture.durable_files import replace_file
 DRAWN: Final = (
     *("mean_reward", "loss", "grad_norm", "gen_kl_error", "token_mult_prob_error", "clip_fraction"),
     *("entropy", "kl", "importance_outside", "trained_tokens", "groups_without_spread", "seconds"),
+    *("lag_mean", "push_s", "paused_s", "waited_s"),
 )
 """Metrics with a panel of their own, where a run has them."""
 _COLUMNS: Final = 3

@@ -9,6 +9,7 @@ The routes are vLLM's own (docs/weights.md).
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class WeightClient:
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self._http = httpx.Client(base_url=url, headers=headers, timeout=timeout_s, trust_env=False)
         self._patience_s = patience_s
+        self._given_up = threading.Event()
 
     def __enter__(self) -> WeightClient:
         return self
@@ -67,6 +69,10 @@ class WeightClient:
 
     def close(self) -> None:
         self._http.close()
+
+    def give_up(self) -> None:
+        """Nothing is tried again from now on, as if patience were over. For other threads, and handlers of signals."""
+        self._given_up.set()
 
     def push(
         self,
@@ -101,10 +107,9 @@ class WeightClient:
                     raise
                 if self._serves(payload):
                     outcome = {}
-                elif time.monotonic() - began > self._patience_s:
+                elif time.monotonic() - began > self._patience_s or self._given_up.wait(_TRY_AGAIN_S):
                     raise
                 else:
-                    time.sleep(_TRY_AGAIN_S)
                     continue
             return Pushed(
                 version=payload.version,
@@ -158,11 +163,13 @@ class WeightClient:
             try:
                 info = self.info()
             except WeightsFailedError:
-                time.sleep(_TRY_AGAIN_S)
+                if self._given_up.wait(_TRY_AGAIN_S):
+                    break
                 continue
             if not info["is_updating"]:
                 return bool((info["weight_version"], info["digest"]) == (str(payload.version), payload.digest))
-            time.sleep(_TRY_AGAIN_S)
+            if self._given_up.wait(_TRY_AGAIN_S):
+                break
         return False
 
     def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:

@@ -63,6 +63,12 @@ class WeightSync:
 
         One after another; `result()` raises what `push` would have.
         """
+        return self.begin_push(version, weights, mode=mode, **options)[1]
+
+    def begin_push(
+        self, version: int, weights: Weights, *, mode: PauseMode = "keep", **options: bool
+    ) -> tuple[Payload, Future[Pushed]]:
+        """As `push_in_background`, with the folder that the weights are in."""
         payload = self.write(version, weights, allow_non_finite=options.get("allow_non_finite", False))
 
         def work() -> Pushed:
@@ -70,7 +76,7 @@ class WeightSync:
             self._clear()
             return pushed
 
-        return self._background.submit(work)
+        return payload, self._background.submit(work)
 
     def close(self) -> None:
         """Waits for what is on its way."""
@@ -112,7 +118,10 @@ class WeightSync:
     def _clear(self) -> None:
         """Folders of older versions than the last ones; never that which is served."""
         folders = sorted(self._directory.glob("weights-*"), key=lambda folder: folder.stat().st_mtime)
-        served = self._client.info()["folder"]
+        try:
+            served = self._client.info()["folder"]
+        except WeightsFailedError:
+            return  # the push went through, which is what counts; the next one clears
         for folder in folders[: -self._keep]:
             if str(folder) != served:
                 shutil.rmtree(folder, ignore_errors=True)

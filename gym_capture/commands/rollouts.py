@@ -10,56 +10,39 @@ Started again with the same job it plays only what has no line yet.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
-import uuid
 from collections.abc import Callable, Sequence
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import httpx
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.auth import Keyring
+from gym_capture.commands import playing
 from gym_capture.commands.loading import one_line
+from gym_capture.commands.playing import On
 from gym_capture.commands.submitted import logs, status, stop, submit
-from gym_capture.errors import ConfigError, StoreError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import check_writable, look, read_job
 
 if TYPE_CHECKING:
     from gym_capture.commands.rollout_view import View
     from gym_capture.data.group_files import StreamReport
-    from gym_capture.data.sources import SourceSpec
-    from gym_capture.rollout_counts import RolloutCounts
-    from gym_capture.rollouts.attempt import Outcome
     from gym_capture.rollouts.environment import Task
     from gym_capture.rollouts.job import JobSummary
     from gym_capture.rollouts.jobfile import JobFile
     from gym_capture.rollouts.ledger import RolloutRow
-    from gym_capture.rollouts.progress import Counting, JobProgress
+    from gym_capture.rollouts.progress import JobProgress
 
 app = typer.Typer(no_args_is_help=True)
 for command in (submit, status, logs, stop):
     app.command()(command)
 
-_ANSWERS_WITHIN_S: Final = 10.0
-_COUNTED_WITHIN_S: Final = 5.0
-"""A rollout that is over waits no longer for what is recorded of it."""
 _SHOWN_IDS: Final = 3
 _RANDOM_PART: Final = "XXXXXXXX"
 _INTERRUPTED: Final = 130
-
-
-class On(StrEnum):
-    """Where rollouts are played."""
-
-    HERE = "here"
-    RAY = "ray"
 
 
 @app.callback()
@@ -197,95 +180,31 @@ async def _play(
     job: JobFile, on: On, progress: JobProgress, view: View, console: Console, build_out: str | None
 ) -> tuple[JobSummary, StreamReport | None]:
     """Plays, and builds into `build_out` meanwhile, if that is asked for."""
-    from gym_capture.commands.fence import connected_fence
     from gym_capture.commands.job_rows import build_while_playing
     from gym_capture.commands.rollout_view import watching
-    from gym_capture.rollouts.exchanges import Exchanges
-    from gym_capture.rollouts.job import JobRun
-    from gym_capture.rollouts.jobfile import prepare, tasks_of
-    from gym_capture.rollouts.on_graph import endpoints, play_on_graph, watched
-    from gym_capture.rollouts.on_ray import on_ray
-    from gym_capture.rollouts.progress import looking
-    from gym_capture.rollouts.rows import exchange_of
-
-    endpoint = job.endpoint
-    keyring = None if endpoint.secret_file is None else Keyring.from_file(endpoint.secret_file)
-    options = job.options(job.job_id or _job_id(job.out))
-    prepared = await prepare(job) if on is On.HERE else None  # on Ray, the workers make what plays
-    tasks = await tasks_of(job) if prepared is None else prepared.tasks
-    check_server(endpoint.url)
-    fence = connected_fence(endpoint.ray_address, endpoint.namespace)
-    resume = fence if job.resume_turns else None
-    counting, metrics = _recorded(endpoint.namespace, options.job_id)
-    summaries: list[JobSummary] = []
 
     def note(text: str) -> None:
         console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
 
-    with Exchanges(job.out) as exchanges:
+    async with playing.playable(job, on, progress=progress, note=note) as ready, watching(progress, view):
+        if build_out is None:
+            return await ready.play(lambda row: None), None
+        summaries: list[JobSummary] = []
 
-        def keep(row: RolloutRow, outcome: Outcome) -> None:
-            exchanges.add(row.rollout_id, exchange_of(outcome))
+        async def play(on_over: Callable[[RolloutRow], None]) -> None:
+            summaries.append(await ready.play(on_over))
 
-        async def play_here(on_over: Callable[[RolloutRow], None]) -> None:
-            assert prepared is not None
-            played = await play_on_graph(
-                url=endpoint.url,
-                tasks=tasks,
-                make_environment=prepared.make_environment,
-                harness=prepared.harness,
-                options=options,
-                settings=job.settings,
-                clear=fence.clear,
-                close=fence.close,
-                resume=resume,
-                directory=job.out,
-                on_row=on_over,
-                on_kept=on_over,
-                keep=keep,
-                counting=counting,
-                progress=progress,
-                keyring=keyring,
-                note=note,
-            )
-            summaries.append(played)
-
-        async def play_on_ray(on_over: Callable[[RolloutRow], None]) -> None:
-            to = endpoints(endpoint.url, keyring)
-            async with (
-                on_ray(job, endpoint=to, clear=fence.clear, close=fence.close, resume=resume, note=note) as attempts,
-                watched(endpoint.url, options, note) as outage,
-            ):
-                run = JobRun(
-                    tasks=tasks,
-                    options=options,
-                    attempts=attempts,
-                    settings=job.settings,
-                    directory=job.out,
-                    resume=resume,
-                    keep=keep,
-                    counting=counting,
-                    outage=outage,
-                )
-                summaries.append(await run.run(on_row=on_over, on_kept=on_over, progress=progress))
-
-        play = play_here if on is On.HERE else play_on_ray
-        async with looking(progress, counting), watching(progress, metrics), watching(progress, view):
-            if build_out is None:
-                await play(lambda row: None)
-                built = None
-            else:
-                built = await build_while_playing(
-                    play,
-                    job=job,
-                    options=options,
-                    tasks=tasks,
-                    source=_records(endpoint.namespace),
-                    exchanges=exchanges,
-                    out=build_out,
-                    console=console,
-                    progress=progress,
-                )
+        built = await build_while_playing(
+            play,
+            job=job,
+            options=ready.options,
+            tasks=ready.tasks,
+            source=playing.records_of(job.endpoint.namespace),
+            exchanges=ready.exchanges,
+            out=build_out,
+            console=console,
+            progress=progress,
+        )
     return summaries[0], built
 
 
@@ -351,32 +270,6 @@ def _view(console: Console, *, as_json: bool) -> View:
     return LiveView(console) if console.is_terminal else LineView(console)
 
 
-def check_server(url: str) -> None:
-    """Raises `ConfigError` if nothing answers at `url`, or if what answers is no graph."""
-    at = f"{url.rstrip('/')}/stats"
-    try:
-        answer = httpx.get(at, timeout=_ANSWERS_WITHIN_S)
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise ConfigError(f"--url {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
-    except httpx.TransportError as error:
-        raise ConfigError(
-            f"no graph answers at {url} ({error or type(error).__name__}): is `serve run` up? --url names another place"
-        ) from None
-    if answer.status_code >= 500:
-        return  # of a graph that starts, or one of whose actors does: the calls will tell
-    try:
-        is_graph = answer.status_code == 200 and "capture" in answer.json()
-    except (ValueError, TypeError, RecursionError):
-        is_graph = False
-    if not is_graph:
-        # HAProxy says 404, too, as long as it has no replica.
-        starting = f"; or the graph is starting: wait until {url}/healthz answers" if answer.status_code == 404 else ""
-        raise ConfigError(
-            f"what answers at {url} is no gym-capture graph: HTTP {answer.status_code} from {at}. Name scheme, host "
-            f"and port only, without /v1{starting}"
-        )
-
-
 def interrupted(progress: JobProgress, out: Path) -> str:
     """One line on a job that was stopped."""
     now = progress.now()
@@ -386,16 +279,6 @@ def interrupted(progress: JobProgress, out: Path) -> str:
         f"interrupted: {now.done} of {now.total} rollouts are over and kept in {out}; the same command goes on with "
         "the others"
     )
-
-
-def _job_id(out: Path) -> str:
-    """That of the job in `out`, if there is one, else a new one.
-
-    A name alone would do harm: a job in another folder of the same name would take the first one's rollout ids, and
-    clearing them before it plays would put its tokens under the first one's rewards.
-    """
-    found = read_job(out)
-    return f"{out.resolve().name}-{uuid.uuid4().hex[:8]}" if found is None else str(found["job_id"])
 
 
 def summarized(summary: JobSummary, url: str) -> str:
@@ -439,29 +322,3 @@ def built_line(report: StreamReport, out: str) -> str:
             f"of: {', '.join(report.changed[:_SHOWN_IDS])}"
         )
     return "; ".join(parts)
-
-
-def _records(namespace: str) -> SourceSpec:
-    """The source of the graph's records."""
-    from gym_capture.data.sources import SourceSpec
-
-    return SourceSpec(import_path="gym_capture.serving.state:connect", kwargs={"namespace": namespace})
-
-
-def _recorded(namespace: str, job_id: str) -> tuple[Counting, View]:
-    """What is recorded of a job's rollouts, as its graph's state actors say, and the view that exports its numbers.
-
-    For a process that has joined the cluster."""
-    from gym_capture.rollouts.metrics import JobMetrics
-    from gym_capture.serving.state import connect
-
-    state = connect(namespace=namespace)
-
-    async def counting(rollout_ids: Sequence[str]) -> Sequence[RolloutCounts] | None:
-        try:
-            async with asyncio.timeout(_COUNTED_WITHIN_S):
-                return await state.counts(rollout_ids)
-        except (StoreError, TimeoutError):  # it restarts: the job goes on without
-            return None
-
-    return counting, JobMetrics(namespace=namespace, job_id=job_id)

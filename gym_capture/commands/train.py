@@ -1,34 +1,48 @@
-"""`gym-capture train`: a training run of the reference GRPO trainer over built trajectories.
+"""`gym-capture train`: a training run of the reference GRPO trainer, over built trajectories or groups as they come.
 
 Invariant: a run is a folder. Started again with the same folder it goes on from its newest checkpoint; a folder that
-was begun with another model or other data is refused, with nothing changed.
+was begun with another model or other data is refused, with nothing changed. A run that is told to stop, or whose groups
+or graph are gone, leaves a checkpoint of its last step.
 
-Flow: Parquet -> groups, epoch after epoch -> steps under a progress bar, a line of metrics each -> checkpoints, plots.
+Flow: groups (`train_groups`) -> steps under a progress bar, a line of metrics each -> weights to the graph, with
+`--push` -> checkpoints, plots.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
+from rich.markup import escape
+from rich.progress import TaskID
 
 from gym_capture.commands import training_options as options
 from gym_capture.commands.loading import explained
+from gym_capture.commands.stopping import stopped_by_signals
+from gym_capture.commands.train_groups import AHEAD, Asked, Stale, epochs_of, job_of, opened
 from gym_capture.commands.training_options import Aggregation, Layout
+from gym_capture.commands.weights import Token
 from gym_capture.data.advantages import Scale
 from gym_capture.durable_files import replace_file
 from gym_capture.errors import ConfigError
+from gym_capture.rollouts.progress import JobProgress
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from gym_capture.rollouts.jobfile import JobFile
     from trainer_bridge.checkpoints import Progress
     from trainer_bridge.grpo import StepMetrics
-    from trainer_bridge.stream import TrainRollout
+    from trainer_bridge.loop import Trainer
+    from trainer_bridge.weight_pushes import WeightPushes
 
 
 class Importance(StrEnum):
@@ -60,11 +74,48 @@ _SCALES: Final[Mapping[Advantage, Scale]] = {
     Advantage.RLOO: "leave_one_out",
 }
 
+_OPTION: Final = {"model": "--model", "data": "--data", "follow": "--follow --data", "play": "--play"}
+"""How a run is begun with what `run.json` names."""
+
 
 def command(
     model: options.Model,
-    data: options.Data,
     out: Annotated[Path, typer.Option(help="Folder of the run; one that is there is gone on with.", file_okay=False)],
+    data: Annotated[str | None, typer.Option(help="Directory, or URI of one, of trajectories as Parquet.")] = None,
+    follow: Annotated[
+        bool, typer.Option("--follow", help="A job with --build still writes into --data, or has not begun to.")
+    ] = False,
+    play: Annotated[
+        Path | None,
+        typer.Option(help="Instead of --data: play this job, and train on its groups.", metavar="JOB.YAML"),
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", help="Any key of the job file: samples=8.", metavar="KEY=VALUE")
+    ] = None,
+    ahead: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Groups that are played, or read, before the trainer takes them: {AHEAD}. The job of --play waits.",
+        ),
+    ] = None,
+    max_lag: Annotated[
+        int | None,
+        typer.Option(min=0, help="How many versions the weights that sampled a group may be behind the trainer's."),
+    ] = None,
+    stale: Annotated[Stale, typer.Option(help="What becomes of older groups; they are counted.")] = Stale.DROP,
+    retire: Annotated[
+        bool, typer.Option("--retire", help="Drop the records of what was trained from the graph of --play.")
+    ] = False,
+    push: Annotated[
+        str | None, typer.Option(help="Where a graph is served that gets the weights of each step.", metavar="URL")
+    ] = None,
+    push_every: Annotated[int, typer.Option(min=1, help="Steps.")] = 1,
+    weights_folder: Annotated[
+        Path | None,
+        typer.Option(help="Where pushed weights are written, for all replicas to see: RUN/weights.", file_okay=False),
+    ] = None,
+    token: Token = None,
     epochs: Annotated[int, typer.Option(min=1, help="Times that all groups are trained on.")] = 1,
     steps: Annotated[int | None, typer.Option(min=1, help="Of the whole run; by default until the data ends.")] = None,
     rollouts_per_step: Annotated[
@@ -107,10 +158,23 @@ def command(
     attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
     device: options.Device = "cpu",
 ) -> None:
-    """Train over built trajectories, step after step, with checkpoints.
+    """Train over built trajectories, or over groups as they are played, step after step, with checkpoints.
 
-    Exits with 1 if not one update was made.
+    Ctrl-C and SIGTERM end it with a checkpoint. Exits with 1 if not one update was made.
     """
+    asked = Asked(
+        data=data,
+        follow=follow,
+        play=play,
+        settings=tuple(set_ or ()),
+        ahead=ahead,
+        max_lag=max_lag,
+        stale=stale,
+        retire=retire,
+        epochs=epochs,
+        pushes=push is not None,
+    )
+    asked.check()
     options.check_temperature(temperature)
     for folder in (model, *([] if reference is None else [reference])):
         options.check_model(folder)
@@ -123,6 +187,8 @@ def command(
     from trainer_bridge.loop import LoopOptions, Trainer
     from trainer_bridge.loss import LossOptions
     from trainer_bridge.stream import count_rows
+    from trainer_bridge.weight_client import WeightClient
+    from trainer_bridge.weight_pushes import WeightPushes
 
     logging.disable_progress_bar()
     grpo_options = GrpoOptions(
@@ -152,49 +218,107 @@ def command(
         layout=layout.value,
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
-    count_rows(data)  # all of it can be read, before anything is loaded
-    _begin(out, {"model": str(model.resolve()), "data": data})
+    if data is not None and not follow:
+        count_rows(data)  # all of it can be read, before anything is loaded
+    job = None if play is None else job_of(play, asked.settings)
+    again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
     console = Console(soft_wrap=True, highlight=False)
-    made = 0
-    with options.progress_bar() as bar:
+    with options.progress_bar() as bar, ExitStack() as opens:
         task = bar.add_task("loading the model", total=None)
         with explained(f"cannot load the model of {model}"):
             grpo = GrpoTrainer.load(model, grpo_options, device=device, attention=attention, reference=reference)
         loop = LoopOptions(
             rollouts_per_step=rollouts_per_step, steps=steps, checkpoint_every=checkpoint_every, keep=keep
         )
-        trainer = Trainer(grpo, out, loop, tokenizer_from=model)
+        pushes = None
+        if push is not None:
+            client = opens.enter_context(WeightClient(push, token=token))
+            pushes = WeightPushes(client, weights_folder or out / "weights", every=push_every)
+            opens.callback(pushes.close)
+        trainer = Trainer(grpo, out, loop, tokenizer_from=model, pushes=pushes)
         if trainer.resume():
             bar.console.print(f"going on behind step {trainer.progress.step}")
-        bar.update(task, description=f"step {trainer.progress.step + 1}")
-
-        def on_step(progress: Progress, metrics: StepMetrics) -> None:
-            nonlocal made
-            made += metrics.updates
-            console.print(_said(progress, metrics))
-            bar.update(task, description=f"step {progress.step + 1}")
-
-        groups = itertools.islice(_groups(data, epochs), trainer.progress.groups_trained, None)
+        if pushes is not None and (steps is None or trainer.progress.step < steps):
+            bar.update(task, description="pushing the weights")
+            if (pushed := trainer.serve(again=again)) is not None:
+                bar.console.print(f"the graph serves the weights of this run, as version {pushed.version}")
+        run = _Run(trainer, asked, job, pushes, console, bar, task)
         before = trainer.progress.step
-        progress = trainer.run(
-            groups, on_step=on_step, on_progress=lambda done, of: bar.update(task, completed=done, total=of)
-        )
+        with stopped_by_signals(trainer.stop) as received:
+            progress = run.go()
+    if received:
+        console.print(_stopped(received[0].name, progress, out))
+        raise typer.Exit(128 + received[0])
     if progress.step == before:
         console.print(f"nothing to do: {out} has all {progress.step} steps")
-    elif not made:
+    elif not run.made:
         raise typer.Exit(1)
 
 
-def _groups(data: str, epochs: int) -> Iterator[tuple[TrainRollout, ...]]:
-    from trainer_bridge.loop import groups_of
-    from trainer_bridge.stream import parquet_batches, read_rollouts
+@dataclass
+class _Run:
+    """A run, shown while it goes."""
 
-    for _ in range(epochs):
-        yield from groups_of(read_rollouts(parquet_batches(data)))
+    trainer: Trainer
+    asked: Asked
+    job: JobFile | None
+    pushes: WeightPushes | None
+    console: Console
+    bar: Bar
+    task: TaskID
+    made: int = 0
+    """Updates."""
+    progress: JobProgress = field(default_factory=JobProgress)
+    """Of the job that is played."""
+
+    def go(self) -> Progress:
+        trainer, data = self.trainer, self.asked.data
+        if self.job is None and not self.asked.follow:
+            assert data is not None
+            groups = itertools.islice(epochs_of(data, self.asked.epochs), trainer.progress.groups_trained, None)
+            return trainer.run(groups, on_step=self._step, on_progress=self._passes, on_wait=self._waits)
+        if data is not None and "://" not in data and not Path(data).exists():
+            self._note(f"{data} is not there yet: waiting for the job that builds into it")
+        with opened(
+            self.asked,
+            self.job,
+            position=trainer.position,
+            version=self._version,
+            progress=self.progress,
+            note=self._note,
+        ) as stream:
+            done = trainer.run_stream(stream, on_step=self._step, on_progress=self._passes, on_wait=self._waits)
+        if stream.counts.dropped_as_stale:
+            self.console.print(f"{stream.counts.dropped_as_stale} groups were older than --max-lag, and not trained")
+        return done
+
+    def _version(self) -> int:
+        return 0 if self.pushes is None or self.pushes.version is None else self.pushes.version
+
+    def _note(self, text: str) -> None:
+        self.bar.console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+    def _step(self, progress: Progress, metrics: StepMetrics) -> None:
+        self.made += metrics.updates
+        self.console.print(_said(progress, metrics))
+
+    def _passes(self, done: int, of: int) -> None:
+        self._show(f"step {self.trainer.progress.step + 1}", done, of)
+
+    def _waits(self, there: int, of: int) -> None:
+        self._show(f"step {self.trainer.progress.step + 1}: waiting for rollouts", there, of)
+
+    def _show(self, text: str, done: int, of: int) -> None:
+        self.bar.update(self.task, description=text, completed=done, total=of)
 
 
-def _begin(out: Path, begun_with: dict[str, str]) -> None:
-    """Makes the folder say what it is of. Raises `ConfigError` if it is of something else."""
+def _stopped(name: str, progress: Progress, out: Path) -> str:
+    kept = f"a checkpoint of step {progress.step} is in {out}" if progress.step else "no step was made"
+    return f"stopped by {name}: {kept}; the same command goes on"
+
+
+def _begin(out: Path, begun_with: dict[str, str]) -> bool:
+    """Makes the folder say what it is of. True: it did already. Raises `ConfigError` if it is of something else."""
     path = out / "run.json"
     try:
         if path.exists():
@@ -202,14 +326,17 @@ def _begin(out: Path, begun_with: dict[str, str]) -> None:
             differs = [name for name, value in begun_with.items() if found.get(name) != value]
             if differs:
                 name = differs[0]
+                was = next((key for key in (name, "data", "follow", "play") if key in found), name)
                 raise ConfigError(
-                    f"{out} was begun with --{name} {found.get(name)}, not {begun_with[name]}: choose another --out"
+                    f"{out} was begun with {_OPTION[was]} {found.get(was)}, not {_OPTION[name]} {begun_with[name]}: "
+                    "choose another --out"
                 )
-            return
+            return True
         if out.exists() and any(out.iterdir()):
             raise ConfigError(f"{out} holds something else: choose another --out")
         out.mkdir(parents=True, exist_ok=True)
         replace_file(path, json.dumps(begun_with).encode())
+        return False
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(f"--out {out} cannot be used: {' '.join(str(error).split())}") from None
 

@@ -156,6 +156,10 @@ class JobSummary(NamedTuple):
         return sum(row.truncated for row in self.rows)
 
 
+async def at_once(group_id: str) -> None:
+    """Nothing holds a rollout back."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutJob:
     """A job and what it plays with. `run` may be called again, in this process or another, until all rows are there."""
@@ -182,6 +186,8 @@ class RolloutJob:
     counting: Counting = uncounted
     """Asked what is recorded of each attempt, once it is over."""
     outage: Outage = field(default_factory=Outage)
+    may_begin: Callable[[str], Awaitable[object]] = at_once
+    """Waited for before each rollout, with its group's id. A group's rollouts come one behind the other."""
 
     async def run(
         self,
@@ -216,6 +222,7 @@ class RolloutJob:
             keep=self.keep,
             counting=self.counting,
             outage=self.outage,
+            may_begin=self.may_begin,
         )
         return await run.run(on_row=on_row, on_kept=on_kept, progress=progress)
 
@@ -235,6 +242,7 @@ class JobRun:
     counting: Counting = uncounted
     outage: Outage = field(default_factory=Outage)
     """Knows when the graph is away: an outage that nobody looks for is none."""
+    may_begin: Callable[[str], Awaitable[object]] = at_once
 
     async def run(
         self,
@@ -258,6 +266,7 @@ class JobRun:
 
             async def worker() -> None:
                 for rollout in queue:
+                    await self.may_begin(rollout.task.task_id)
                     row = await self._settle(rollout, ledger, progress, failed[rollout.place])
                     progress.settled(row)
                     on_row(row)

@@ -15,7 +15,7 @@ from gym_capture.auth import Keyring
 from gym_capture.rollouts.attempt import Outcome, TurnResume
 from gym_capture.rollouts.environment import EnvironmentFactory, Task
 from gym_capture.rollouts.harness import Endpoint, Harness
-from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
+from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob, at_once
 from gym_capture.rollouts.ledger import RolloutRow
 from gym_capture.rollouts.outage import Outage, asking
 from gym_capture.rollouts.patience import Patience
@@ -38,6 +38,7 @@ async def play_on_graph(
     on_kept: Callable[[RolloutRow], None] = lambda row: None,
     keep: Callable[[RolloutRow, Outcome], None] = lambda row, outcome: None,
     counting: Counting = uncounted,
+    may_begin: Callable[[str], Awaitable[object]] = at_once,
     progress: JobProgress | None = None,
     keyring: Keyring | None = None,
     note: Callable[[str], None] = lambda text: None,
@@ -59,6 +60,7 @@ async def play_on_graph(
             keep=keep,
             counting=counting,
             outage=outage,
+            may_begin=may_begin,
         )
         try:
             return await job.run(on_row=on_row, on_kept=on_kept, progress=progress)

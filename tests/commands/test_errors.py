@@ -291,7 +291,7 @@ def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
     # Nothing is played, so nothing is asked of it.
     monkeypatch.setattr("gym_capture.commands.fence.connected_fence", lambda *_: Fence(MemoryStore()))
-    monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (uncounted, Unseen()))
+    monkeypatch.setattr("gym_capture.commands.playing.recorded", lambda *_: (uncounted, Unseen()))
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"

@@ -20,7 +20,8 @@ from openai.types.responses import Response
 
 from gym_capture import cli
 from gym_capture.commands.fence import Fence
-from gym_capture.commands.rollouts import _job_id, summarized
+from gym_capture.commands.playing import id_of
+from gym_capture.commands.rollouts import summarized
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import RecordError
 from gym_capture.rollout_counts import RolloutCounts
@@ -78,12 +79,12 @@ def test_a_resumed_job_says_so() -> None:
 
 def test_jobs_in_folders_of_one_name_have_rollouts_of_their_own_and_a_resumed_one_keeps_its(tmp_path: Path) -> None:
     first, second = tmp_path / "a" / "job", tmp_path / "b" / "job"
-    ids = [_job_id(first), _job_id(second)]
+    ids = [id_of(first), id_of(second)]
     assert ids[0] != ids[1]
     assert all(job_id.startswith("job-") for job_id in ids)
     first.mkdir(parents=True)
     (first / "job.json").write_text(json.dumps({"job_id": ids[0], "format_version": 2}), encoding="utf-8")
-    assert _job_id(first) == ids[0]
+    assert id_of(first) == ids[0]
 
 
 # --- the command, against a scripted server --------------------------------------------------------------------------
@@ -109,7 +110,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a job file; state actors that have nothing to clear and nothing to close."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("gym_capture.commands.fence.connected_fence", lambda *_: Fence(MemoryStore()))
-    monkeypatch.setattr("gym_capture.commands.rollouts._recorded", lambda *_: (counted, Unseen()))
+    monkeypatch.setattr("gym_capture.commands.playing.recorded", lambda *_: (counted, Unseen()))
     (tmp_path / "job.yaml").write_text(JOB)
     return tmp_path
 
@@ -163,7 +164,7 @@ def test_groups_are_built_while_the_job_plays_and_once(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
-    monkeypatch.setattr("gym_capture.commands.rollouts._records", lambda namespace: made)
+    monkeypatch.setattr("gym_capture.commands.playing.records_of", lambda namespace: made)
     called: list[str] = []
 
     async def looking(call: Call) -> Any:
@@ -214,7 +215,7 @@ def test_a_group_whose_rows_cannot_be_made_costs_no_other_its_rows(
     here: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
-    monkeypatch.setattr("gym_capture.commands.rollouts._records", lambda namespace: made)
+    monkeypatch.setattr("gym_capture.commands.playing.records_of", lambda namespace: made)
     left: list[str] = []
 
     def projected(finished: Sequence[FinishedRollout]) -> list[dict[str, Any]]:
@@ -292,13 +293,13 @@ async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_t
     script = """
         import sys
         from gym_capture import cli
-        from gym_capture.commands import fence, rollouts
+        from gym_capture.commands import fence, playing
         from gym_capture.stores.memory import MemoryStore
         from tests.commands.test_rollouts import counted
         from tests.rollouts.unseen import Unseen
 
         fence.connected_fence = lambda *_: fence.Fence(MemoryStore())
-        rollouts._recorded = lambda *_: (counted, Unseen())
+        playing.recorded = lambda *_: (counted, Unseen())
         cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
     """
 
