@@ -10,11 +10,12 @@ CLIENTS := tests/clients
 CLAUDE_CODE := $(CURDIR)/$(CLIENTS)/node_modules/@anthropic-ai/claude-code/cli-wrapper.cjs
 TRAINERS_READY := tests/trainers/.packages/.ready
 DOCS_READY := .docs-venv/.ready
+TRL_GRAPH := tests/trainers/with_trl_graph.py
 CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.ready
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -50,14 +51,17 @@ test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each,
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(CLIENTS)/outgrown.py -k "example or codex or mini-swe-agent or claude-code-outgrown" $(ARGS)
 
 test-faults: $(READY)  ## clients leave, engines and nodes go, every part is killed under load, 200 times; is anything lost? (50 minutes)
-	$(BIN)/python -m pytest -q --disable-warnings tests/faults/lost_node.py tests/faults/vllm_weights.py
+	$(BIN)/python -m pytest -q --disable-warnings tests/faults/lost_node.py tests/faults/vllm_weights.py tests/serving/train_follow.py
 	$(BIN)/python -m tests.faults.leaving
 	$(BIN)/python -m tests.faults.scaling
 	$(BIN)/python -m tests.faults.nodes
 	$(BIN)/python -m tests.faults $(ARGS)
 
-test-trainers: $(READY) $(TRAINERS_READY)  ## exports through the code of verl, TRL, SkyRL, NeMo Gym, OpenEnv, tinker (4 minutes; 250 MB of packages)
-	TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m pytest -q --disable-warnings tests/trainers/with_*.py $(ARGS)
+test-trainers: $(READY) $(TRAINERS_READY)  ## exports through the code of verl, TRL, SkyRL, NeMo Gym, OpenEnv, tinker (5 minutes; 250 MB of packages)
+	TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m pytest -q --disable-warnings $(filter-out $(TRL_GRAPH),$(wildcard tests/trainers/with_*.py)) $(ARGS)
+
+test-trl-graph: $(READY) $(TRAINERS_READY)  ## TRL's asynchronous trainer and a served graph: rollouts out, weights in, every step (4 minutes)
+	TRL_EXPERIMENTAL_SILENCE=1 $(BIN)/python -m pytest -q --disable-warnings $(TRL_GRAPH) $(ARGS)
 
 # --no-deps: what else they ask for is here already, or not used by what is tried. --ignore-requires-python: as a whole,
 # some of them want a later one.

@@ -6,9 +6,9 @@ baseline; masked ones have no row.
 
 Flow: a group -> `Delivery.samples` -> `generator_output`, columns with an element for each row -> a line.
 
-For `generator.step_wise_trajectories=true`. Of `GeneratorOutput` two columns are not plain: each of `trajectory_ids` is
-what a `TrajectoryID` is made of, each of `rollout_sample_support` an int32 array. SkyRL's outcome advantages ignore the
-rewards of rows that are not last.
+For `generator.step_wise_trajectories=true`. Of `GeneratorOutput` three columns are not plain: each of `trajectory_ids`
+is what a `TrajectoryID` is made of; each of `rollout_expert_indices` (int16) and `rollout_sample_support` (int32), an
+array. SkyRL's outcome advantages ignore the rewards of rows that are not last.
 """
 
 from __future__ import annotations

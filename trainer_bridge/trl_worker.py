@@ -5,20 +5,25 @@ full. What ends the stream - its end, or an error - reaches the trainer through 
 before it.
 
 Flow: `start` -> a thread takes groups -> `trl_rollouts.project` -> `make_sample` -> `rollout_buffer`, which TRL drains.
+`handed_over` gives the groups of a stream, which no later run of the trainer gets again.
 
 `make_sample` is TRL's `RolloutSample`: this module needs none of TRL's packages.
 """
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, Final
 
-from gym_capture.errors import GymCaptureError
+from gym_capture.durable_files import replace_file
+from gym_capture.errors import ConfigError, GymCaptureError
+from trainer_bridge.groups import Group, GroupSource, GroupStream, Position, StreamOptions
 from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import TrainRollout
 from trainer_bridge.trl_rollouts import project, with_arrays
@@ -30,6 +35,32 @@ _POLL_S: Final = 0.1
 
 class StreamOverError(GymCaptureError):
     """There are no more samples, and the trainer wants some."""
+
+
+def handed_over(source: GroupSource, position: Path, options: StreamOptions | None = None) -> Generator[Group]:
+    """The groups of a source, for a `GroupWorker`. The stream is open while its thread iterates.
+
+    A group is settled in the file `position` before TRL may have it, and its records go where the source retires them:
+    TRL does not say which samples are in a checkpoint. So a trainer that starts again trains no group twice, and does
+    not get those that were in the queue, or behind the checkpoint, when it stopped. Raises `ConfigError` for another
+    file.
+    """
+    with GroupStream(source, options, position=_read(position)) as stream:
+        for group in stream:
+            settled = stream.trained([group])
+            position.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(position, json.dumps(settled.as_json()).encode())
+            stream.acknowledge(settled)
+            yield group
+
+
+def _read(position: Path) -> Position | None:
+    if not position.exists():
+        return None
+    try:
+        return Position.from_json(json.loads(position.read_bytes()))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{position} is no position in a stream of groups: {error}") from None
 
 
 class GroupWorker:
@@ -45,7 +76,9 @@ class GroupWorker:
         self.rollout_buffer: queue.Queue[Any] = queue.Queue(queue_size)
         self.metrics_queue: queue.Queue[dict[str, float]] = queue.Queue()
         self.model_version = 0
-        """The version that the trainer said is live."""
+        """The version that the trainer said is live, as the trainer counts."""
+        self.versions_before = 0
+        """What the graph's version is ahead of the trainer's: it served before this trainer began (`GraphWeights`)."""
         self.delivery = Delivery()
         """What has gone to the trainer so far, and what was left out."""
         self._groups = groups
@@ -78,10 +111,15 @@ class GroupWorker:
         raise StreamOverError("all groups are trained: set max_steps to what they make, or give the worker more groups")
 
     def _run(self) -> None:
-        for group in self._groups:
-            for row in project(group, self.delivery):
-                if not self._put(self._make_sample(**with_arrays(row), enqueued_at=time.time())):
-                    return
+        try:
+            for group in self._groups:
+                for row in project(group, self.delivery):
+                    row["model_version"] -= self.versions_before
+                    if not self._put(self._make_sample(**with_arrays(row), enqueued_at=time.time())):
+                        return
+        finally:
+            if isinstance(self._groups, Generator):  # what it holds open, it holds for this thread
+                self._groups.close()
 
     def _put(self, sample: Any) -> bool:
         while not self._stopped.is_set():

@@ -88,6 +88,7 @@ async def playable(
     tasks = await tasks_of(job) if prepared is None else prepared.tasks
     check_server(endpoint.url)
     fence = fence_of(endpoint.namespace) if joined else connected_fence(endpoint.ray_address, endpoint.namespace)
+    await fence.claim(options.job_id, note)
     resume = fence if job.resume_turns else None
     counting, metrics = recorded(endpoint.namespace, options.job_id)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,32 @@ def test_a_folder_is_followed_until_its_job_has_ended_and_a_run_goes_on_with_wha
     other = train("--data", data, "--out", out)
     assert isinstance(other.exception, ConfigError)
     assert f"was begun with --follow --data {data}, not --data {data}" in str(other.exception)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_gives_up_the_step_under_way_and_leaves_a_checkpoint(
+    tmp_path: Path, data: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backward = GrpoTrainer._backward
+    passes: list[int] = []
+
+    def signalled(self: GrpoTrainer, *arguments: Any) -> Any:
+        passes.append(1)
+        if len(passes) == 2:
+            signal.raise_signal(number)
+        return backward(self, *arguments)
+
+    monkeypatch.setattr(GrpoTrainer, "_backward", signalled)
+    out = tmp_path / "run"
+    handler = signal.getsignal(number)
+    stopped = train("--data", data, "--out", out, "--rollouts-per-step", 2)
+    assert stopped.exit_code == 128 + number
+    assert f"stopped by {number.name}: a checkpoint of step 1 is in {out}" in stopped.stdout
+    assert signal.getsignal(number) is handler
+    assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000001"]
+    again = train("--data", data, "--out", out, "--rollouts-per-step", 2)
+    assert again.exit_code == 0, again.output
+    assert [json.loads(line)["step"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import subprocess
 import sys
 import textwrap
 import time
@@ -15,8 +16,10 @@ from typing import Any
 
 import psutil
 import pytest
+import ray
 
 from gym_capture.auth import Keyring
+from gym_capture.commands.claims import claim
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Observation, Register, Task
 from gym_capture.rollouts.harness import Harness
@@ -35,6 +38,39 @@ KEYS = Keyring(b"0123456789abcdef0123456789abcdef")
 def cluster() -> Iterator[Nodes]:
     with nodes() as started:
         yield started
+
+
+CLAIMS = """
+import sys
+from gym_capture.commands.claims import claim
+from gym_capture.commands.cluster import join_cluster
+join_cluster(sys.argv[1], namespace="claims")
+held = claim("job", "claims", note=print)
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+async def test_a_job_id_is_claimed_by_one_process_until_it_is_gone(cluster: Nodes) -> None:
+    address = ray.get_runtime_context().gcs_address
+    other = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", CLAIMS, address), stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert other.stdout is not None
+        assert await other.stdout.readline() == b"claimed\n"
+        notes: list[str] = []
+        with pytest.raises(ConfigError, match=rf"job job is played by process {other.pid} on .* already"):
+            await asyncio.to_thread(claim, "job", "claims", note=notes.append, wait_s=0)
+        held = await asyncio.to_thread(claim, "job", "elsewhere", note=notes.append, wait_s=0)
+        assert notes == []
+        other.kill()
+        held = await asyncio.to_thread(claim, "job", "claims", note=notes.append)
+        ray.kill(held)
+    finally:
+        if other.returncode is None:
+            other.kill()
+            await other.wait()
 
 
 async def nothing_to_clear(rollout_id: str) -> None:

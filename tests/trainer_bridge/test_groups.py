@@ -15,6 +15,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gym_capture.capture.operations import Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration
@@ -60,6 +62,7 @@ class Listed:
     def __init__(self, *groups: Group, fails: Exception | None = None) -> None:
         self._groups = groups
         self._fails = fails
+        self.late: list[str] = []
         self.built: list[str] = []
         self.retired: list[str] = []
         self.closed = False
@@ -213,11 +216,28 @@ def test_a_group_is_trained_once() -> None:
 def test_a_position_is_json_and_anything_else_is_refused() -> None:
     position = Position(frozenset({"b", "a"}))
     assert Position.from_json(json.loads(json.dumps(position.as_json()))) == position
-    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
-        Position.from_json({"format": 2, "settled": []})
-    for wrong in (None, [], {}, {"format": 1}, {"format": 1, "settled": [1]}, {"format": 1, "settled": "ab"}):
+    assert Position.from_json({"format": 1, "settled": ["a", "b"]}) == position
+    with pytest.raises(ConfigError, match="format 3, this version reads 2"):
+        Position.from_json({"format": 3, "settled": []})
+    for wrong in (
+        *(None, [], {}, {"format": 1}, {"format": 1, "settled": [1]}, {"format": 1, "settled": "ab"}),
+        *({"format": 2, "settled": [], "ranges": wrong} for wrong in ([], {"a": [[1]]}, {"a": [[2, 1]]}, {"a": "b"})),
+    ):
         with pytest.raises(ConfigError, match="no position"):
             Position.from_json(wrong)
+
+
+def test_a_position_of_tasks_in_a_row_stays_small() -> None:
+    ids = [f"task-{number}" for number in range(100_000) if number != 5_000]
+    position = Position(frozenset(ids))
+    stored = json.dumps(position.as_json())
+    assert len(stored) < 200
+    assert Position.from_json(json.loads(stored)) == position
+
+
+@given(st.frozensets(st.from_regex(r"(a|b1|)[0-9]{0,3}", fullmatch=True) | st.text(max_size=3)))
+def test_whatever_ids_are_a_position_keeps_them(ids: frozenset[str]) -> None:
+    assert Position.from_json(json.loads(json.dumps(Position(ids).as_json()))) == Position(ids)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -483,6 +503,7 @@ async def test_a_group_comes_when_all_who_registered_in_it_are_through(store: Me
         await play(store, "b.2", group="b", reward=1.0)  # too late
         await store.write(Complete("a.1", Outcome(reward=1.0)))
         assert (await anext(stream)).group_id == "a"
+        assert stream.late == ("b.2",)
 
 
 async def test_a_graph_that_goes_is_named_and_one_that_was_not_there_too(

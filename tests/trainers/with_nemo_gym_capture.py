@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import runpy
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from nemo_gym import token_id_capture as gym
 from nemo_gym.token_id_capture.conformance import run_conformance
 
@@ -16,6 +18,7 @@ from gym_capture.reasons import CaptureMark, join_reason
 from gym_capture.serving.actor_store import ActorStore
 from gym_capture.stores.log import open_log
 from gym_capture.stores.memory import MemoryStore
+from tests.docs.pages import ROOT, blocks_of
 from trainer_bridge.nemo_capture import GymLineage, GymSink, GymSource, record_of
 
 STORES: dict[str, Callable[[Path], Awaitable[RecordStore]]] = {
@@ -30,6 +33,13 @@ CHECKS = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_cluster_stays() -> Iterator[None]:
+    """That of the state actors would be in the way of other tests' own."""
+    yield
+    ray.shutdown()
+
+
 @pytest.mark.parametrize("name", STORES)
 async def test_nvidias_conformance_suite_passes(name: str, tmp_path: Path) -> None:
     store = await STORES[name](tmp_path)
@@ -40,6 +50,21 @@ async def test_nvidias_conformance_suite_passes(name: str, tmp_path: Path) -> No
     finally:
         await store.close()
     assert passed == CHECKS
+
+
+async def test_the_page_installs_it_in_a_model_server(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "trainers" / "nemo-rl.md"
+    (text,) = [block.text for block in blocks_of(page) if block.file == "gym_store.py"]
+    (tmp_path / "gym_store.py").write_text(text, encoding="utf-8")
+    try:
+        runpy.run_path(str(tmp_path / "gym_store.py"))["install"](MemoryStore())
+        assert isinstance(gym.installed_token_sink(), GymSink)
+        assert isinstance(gym.installed_token_source(), GymSource)
+        assert isinstance(gym.installed_lineage_store(), GymLineage)
+    finally:
+        gym.install_token_sink(None)
+        gym.install_token_source(None)
+        gym.install_lineage_store(None)
 
 
 USER = {"role": "user", "content": "What is the weather in Paris?"}

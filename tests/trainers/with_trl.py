@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer, packing
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TreeRow
 
 from gym_capture.models import tiny_dir
 from tests.trainers.group import ADVANTAGE, GROUP, TRAINED
+from tests.trainers.plain_attention import without_a_gpu
 from trainer_bridge.samples import Delivery
 from trainer_bridge.trl_rollouts import project, reward_of_row, rollout_columns, with_arrays
 from trainer_bridge.trl_worker import GroupWorker, StreamOverError
@@ -53,37 +53,6 @@ def test_grpo_on_the_rows_of_a_rollout_func_gives_our_advantages() -> None:
 # --- steps of the trainer ------------------------------------------------------------------------------------------
 
 
-class PlainAttention:
-    """What the trainer's attention kernel computes, which runs on GPUs only: segments against their own paths."""
-
-    @staticmethod
-    def flash_attn_varlen_func(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        ends_q: torch.Tensor,
-        ends_k: torch.Tensor,
-        longest_q: int,
-        longest_k: int,
-        *,
-        softmax_scale: float,
-        causal: bool,
-        window_size: tuple[int, int],
-    ) -> torch.Tensor:
-        assert causal
-        assert window_size == (-1, -1)
-        parts = []
-        heads = query.shape[1] // key.shape[1]
-        pairs = (pairwise(ends.tolist()) for ends in (ends_q, ends_k))
-        for (q0, q1), (k0, k1) in zip(*pairs, strict=True):
-            q = query[q0:q1].transpose(0, 1)
-            k, v = (part[k0:k1].transpose(0, 1).repeat_interleave(heads, 0) for part in (key, value))
-            seen = torch.ones(q1 - q0, k1 - k0, dtype=torch.bool).tril(k1 - k0 - (q1 - q0))
-            scores = (q @ k.transpose(1, 2) * softmax_scale).masked_fill(~seen, -torch.inf)
-            parts.append((scores.softmax(-1) @ v).transpose(0, 1))
-        return torch.cat(parts)
-
-
 class NoTransfer:
     """Counts how often the trainer wanted to send its weights."""
 
@@ -102,8 +71,7 @@ class NoTransfer:
 def test_the_asynchronous_trainer_takes_steps_on_our_rollouts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from datasets import Dataset
 
-    monkeypatch.setattr(packing, "_flash_attn", lambda: PlainAttention)
-    monkeypatch.setattr(async_grpo_trainer, "get_peak_flops_per_device", lambda *_: None)  # it asks for a GPU's name
+    without_a_gpu(monkeypatch)
     groups = [GROUP] * 4
     worker, transfer = GroupWorker(groups, RolloutSample), NoTransfer()
     trainer = AsyncGRPOTrainer(
