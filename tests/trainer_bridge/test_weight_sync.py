@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 
 
 @pytest.fixture
-def sync(tmp_path: Path) -> WeightSync:
-    return WeightSync(WeightClient("http://127.0.0.1:9"), tmp_path / "weights")  # writing asks nobody
+def sync(tmp_path: Path) -> Iterator[WeightSync]:
+    with WeightClient("http://127.0.0.1:9") as client:  # writing asks nobody
+        yield WeightSync(client, tmp_path / "weights")
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
