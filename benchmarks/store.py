@@ -222,7 +222,8 @@ async def _opening(directory: Path) -> bool:
     store = await LogStore.open(directory)
     open_s = time.perf_counter() - began
     began = time.perf_counter()
-    entries_read = sum([len((await store.freeze(name)).entries) for name in await store.rollout_ids()])
+    # Records of calls that continue one which this log has not: their prompts stay suffixes.
+    entries_read = sum([len((await store.freeze(name)).records) for name in await store.rollout_ids()])
     walk_s = time.perf_counter() - began
     await store.close()
     if entries_read != ROLLOUTS * CALLS:

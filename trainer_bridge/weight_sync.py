@@ -32,6 +32,8 @@ Weights: TypeAlias = Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tens
 
 _FILE_BYTES: Final = 4 << 30
 """At which the next file begins: so much is in memory twice."""
+_LOOKED_AT: Final = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+"""The types that the graph looks at, too."""
 _HIDDEN: Final = "."
 
 
@@ -149,7 +151,7 @@ def _files(weights: Weights, allow_non_finite: bool) -> Iterator[dict[str, torch
         if not isinstance(tensor, torch.Tensor):
             raise WeightsRefusedError(f"{name} is no tensor: {type(tensor).__name__}")
         kept = tensor.detach().to("cpu").contiguous().clone()  # safetensors refuses tensors that share memory
-        if not allow_non_finite and kept.is_floating_point() and not bool(torch.isfinite(kept).all()):
+        if not allow_non_finite and not _is_finite(kept):
             raise WeightsRefusedError(
                 f"{name} has values that are NaN or infinite; `allow_non_finite` serves them all the same"
             )
@@ -161,6 +163,13 @@ def _files(weights: Weights, allow_non_finite: bool) -> Iterator[dict[str, torch
     if not tensors:
         raise WeightsRefusedError("there are no weights to push")
     yield tensors
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """By the least and the greatest value, which are NaN if any is: much faster than a look at each."""
+    if tensor.dtype not in _LOOKED_AT or tensor.numel() == 0:
+        return True
+    return all(bool(torch.isfinite(each)) for each in torch.aminmax(tensor))
 
 
 def _sync(file: Path) -> None:

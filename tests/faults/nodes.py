@@ -126,6 +126,8 @@ class Site:
     children: ChildProcesses
     cpus: int
     """Of a node with an engine, which takes one: the rest is for rollouts."""
+    loses_disks: bool = False
+    """A node is lost with what its state actors have on disk."""
     engines: list[Node] = field(default_factory=list)
     """The nodes that have room for an engine."""
 
@@ -197,8 +199,18 @@ class Site:
                 await asyncio.sleep(0.05)
 
     def lose(self, node: Node) -> None:
-        self.nodes.lose(node)
+        disk = self._disk_of(node) if self.loses_disks else []
+        self.nodes.kill(node)
+        for path in disk:  # before Ray has noticed: whatever starts elsewhere must not find it
+            shutil.rmtree(path)
+        self.nodes.forget(node)
         self.engines.remove(node)
+
+    def _disk_of(self, node: Node) -> list[Path]:
+        """The logs and mirrors that actors of this node keep."""
+        workers = {process.pid for process in self.nodes.below(node)}
+        locks = (self.home / "records").glob("*/lock")
+        return [path.parent for path in locks if int(path.read_text()) in workers]
 
     async def _held_in_the_middle(self, node: Node, job: Played) -> str | None:
         """Stops all that is on a node, with its engine in the middle of calls and of rollouts, or goes on."""
@@ -356,8 +368,11 @@ def _listens(process: psutil.Process) -> set[int]:
 
 
 @contextmanager
-def served_nodes(*, options: Mapping[str, Any], cpus: int = 1) -> Iterator[Site]:
-    """A head, two nodes with room for an engine each, and the graph on them. `options`: of the deployment."""
+def served_nodes(*, options: Mapping[str, Any], cpus: int = 1, state_replicas: int = 1) -> Iterator[Site]:
+    """A head, two nodes with room for an engine each, and the graph on them. `options`: of the deployment.
+
+    `state_replicas`: with 2, a node is lost with what is on its disk; with 1, all have the same disk.
+    """
     home = make_home()
     haproxy = home / "haproxy"
     first = free_port()
@@ -384,11 +399,16 @@ def served_nodes(*, options: Mapping[str, Any], cpus: int = 1) -> Iterator[Site]
     ray_options = base["applications"][0]["args"]["ray_actor_options"]
     graph = {
         "model": str(tiny_dir()),
-        "state": {"shards": _SHARDS, "namespace": _NAMESPACE, "directory": str(home / "records")},
+        "state": {
+            "shards": _SHARDS,
+            "namespace": _NAMESPACE,
+            "directory": str(home / "records"),
+            "replicas": state_replicas,
+        },
         "ray_actor_options": {**ray_options, "num_cpus": 1, "resources": _ROOM},
     }
     with ChildProcesses() as children, nodes(environment=environment) as cluster:
-        site = Site(cluster, home, "", log, children, cpus)
+        site = Site(cluster, home, "", log, children, cpus, loses_disks=state_replicas > 1)
         site.add()
         site.add()
         with served_graph(

@@ -44,9 +44,17 @@ class Nodes:
 
     def lose(self, node: Node) -> None:
         """At once, with every process on it."""
+        self.kill(node)
+        self.forget(node)
+
+    def kill(self, node: Node) -> None:
+        """Every process on it. Ray notices in a while."""
         for process in (*self.below(node), _raylet(node)):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
+
+    def forget(self, node: Node) -> None:
+        """One that was killed."""
         self.cluster.remove_node(node, allow_graceful=False)
 
     def below(self, node: Node) -> list[psutil.Process]:
