@@ -23,7 +23,7 @@ import gym_capture.dialects
 from gym_capture import cli
 from gym_capture.capture.operations import Clear, Operation
 from gym_capture.capture.records import Continues, Root
-from gym_capture.commands import fence, rollouts
+from gym_capture.commands import fence, playing
 from gym_capture.dialects.registry import DIALECTS
 from gym_capture.engines.base import EngineFactory
 from gym_capture.engines.hf_template import HfChatTemplate
@@ -197,7 +197,7 @@ class State:
 def test_an_environment_is_played_by_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     state = State()
     monkeypatch.setattr(fence, "connected_fence", lambda address, namespace: fence.Fence(state))
-    monkeypatch.setattr(rollouts, "_recorded", lambda namespace, job_id: (uncounted, Unseen()))
+    monkeypatch.setattr(playing, "recorded", lambda namespace, job_id: (uncounted, Unseen()))
     (line,) = [line for block in blocks_of(PAGE) for line in block.text.splitlines() if "--environment cap" in line]
     *words, _, _ = line.split()  # all but --out
     with served() as server, pytest.raises(SystemExit) as stop:
