@@ -106,6 +106,15 @@ def command(
     tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
     attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
     device: options.Device = "cpu",
+    annotate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the records or trajectories: add each token's entropy, difference and clipping there, "
+            "for `gym-capture ui`.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Train over built trajectories, step after step, with checkpoints.
 
@@ -118,6 +127,7 @@ def command(
 
     from transformers.utils import logging
 
+    from trainer_bridge.annotations import StepAnnotator
     from trainer_bridge.batching import Selection
     from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
     from trainer_bridge.loop import LoopOptions, Trainer
@@ -164,6 +174,8 @@ def command(
             rollouts_per_step=rollouts_per_step, steps=steps, checkpoint_every=checkpoint_every, keep=keep
         )
         trainer = Trainer(grpo, out, loop, tokenizer_from=model)
+        if annotate is not None:
+            grpo.on_tokens = StepAnnotator(annotate, lambda: trainer.progress.step + 1, warn=bar.console.print)
         if trainer.resume():
             bar.console.print(f"going on behind step {trainer.progress.step}")
         bar.update(task, description=f"step {trainer.progress.step + 1}")
