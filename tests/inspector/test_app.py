@@ -151,6 +151,7 @@ def test_without_a_vocabulary_there_are_ids_and_the_texts_on_record(log: Path) -
 def test_tokens(client: TestClient) -> None:
     (whole,) = get(client, "rollouts/one/trajectories")
     assert (whole["tokens"], whole["trained_tokens"], whole["calls"]) == (20, 5, ["c1", "c2"])
+    assert whole["segments"] == [[0, 7, 0, 0], [7, 10, 0, 1], [10, 18, 1, 0], [18, 20, 1, 1]]
     found = get(client, "rollouts/one/trajectories/0/tokens", **{"from": 6, "to": 12})
     assert (found["from"], found["to"], found["total"]) == (6, 12, 20)
     assert found["ids"] == [5, 6, 7, 9, 8, 1]

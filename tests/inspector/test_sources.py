@@ -226,7 +226,7 @@ async def test_a_graph_is_asked_on_its_own_loop() -> None:
     for entry in conversation("one"):
         epoch = await state.write(Begin(sample_intent("one", entry.model_call_id)))
         await state.write(Commit(entry, epoch=epoch))
-    times = iter([0.0, 1.0, 10.0])
+    times = iter([0.0, 0.5, 10.0])
     source = StateSource(state, asyncio.get_running_loop(), title="graph", clock=lambda: next(times))
     first = await asyncio.to_thread(source.look)
     (one,) = first.changed
