@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from gym_capture.errors import ConfigError, GymCaptureError
@@ -111,6 +112,18 @@ class StepGivenUpError(GymCaptureError):
     """A step was told to stop, and has changed nothing."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenValues:
+    """What a step found of each of its trained tokens. Shapes: N."""
+
+    difference_N: npt.NDArray[np.float32]
+    """The trainer's log probability, before the step, less the recorded one."""
+    entropy_N: npt.NDArray[np.float32]
+    """Of the trainer's distribution, in nats."""
+    clipped_N: npt.NDArray[np.bool_]
+    """Whether its ratio or its importance weight was beyond a limit."""
+
+
 class GrpoTrainer:
     """A model, its optimizer, and `step`."""
 
@@ -124,6 +137,8 @@ class GrpoTrainer:
         self._scorer = Scorer(self.model)
         self._reference = None if reference is None else Scorer(reference.eval())
         self._pad_id = pad_id
+        self.on_tokens: Callable[[StepBatch, TokenValues], None] | None = None
+        """Gets what a step found of each of its tokens, e.g. for the inspector (`annotations`)."""
         self.optimizer = torch.optim.AdamW(
             [parameter for parameter in model.parameters() if parameter.requires_grad],
             lr=options.lr,
@@ -196,6 +211,8 @@ class GrpoTrainer:
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
             done = _Updates(found, norm, done.made + math.isfinite(norm))
+        if self.on_tokens is not None and prev is not None and done.last is not None:
+            self.on_tokens(batch, self._token_values(batch, prev, done.last))
         return self._metrics(rollouts, batch, micro_batches, prev, reference, done, started)
 
     def select(self, rollouts: Iterable[TrainRollout], *, mismatched: frozenset[str] = frozenset()) -> StepBatch:
@@ -265,6 +282,19 @@ class GrpoTrainer:
         mismatched = frozenset(batch.used[number].rollout_id for number in far)
         kept_N = torch.from_numpy(np.repeat(kept_S, counts))
         return self.select(rollouts, mismatched=mismatched), prev_N[kept_N]
+
+    def _token_values(self, batch: StepBatch, prev_N: torch.Tensor, last: _Pass) -> TokenValues:
+        loss = self.options.loss
+        generation_N = torch.from_numpy(batch.tokens.generation_N)
+        ratio_N = torch.exp(log_ratio(last.log_probs, prev_N, torch.from_numpy(batch.tokens.sequence_N), loss))
+        clipped_N = (ratio_N < 1.0 - loss.clip_low) | (ratio_N > 1.0 + loss.clip_high)
+        if loss.importance != "none":
+            clipped_N |= outside(torch.exp(prev_N - generation_N), loss)
+        return TokenValues(
+            difference_N=(prev_N - generation_N).numpy(),
+            entropy_N=last.entropies.numpy(),
+            clipped_N=clipped_N.numpy(),
+        )
 
     @property
     def _most(self) -> float:

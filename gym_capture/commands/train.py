@@ -161,6 +161,15 @@ def command(
     tokens_per_micro_batch: options.TokensPerMicroBatch = 4096,
     attention: Annotated[str, typer.Option(help="Of transformers: sdpa, flex_attention, eager.")] = "sdpa",
     device: options.Device = "cpu",
+    annotate: Annotated[
+        Path | None,
+        typer.Option(
+            help="Directory of the records or trajectories: add each token's entropy, difference and clipping there, "
+            "for `gym-capture ui`.",
+            exists=True,
+            file_okay=False,
+        ),
+    ] = None,
 ) -> None:
     """Train over built trajectories, or over groups as they are played, step after step, with checkpoints.
 
@@ -186,6 +195,7 @@ def command(
 
     from transformers.utils import logging
 
+    from trainer_bridge.annotations import StepAnnotator
     from trainer_bridge.batching import Selection
     from trainer_bridge.grpo import GrpoOptions, GrpoTrainer
     from trainer_bridge.loop import LoopOptions, Trainer
@@ -244,6 +254,8 @@ def command(
             pushes = WeightPushes(client, weights_folder or out / "weights", every=push_every)
             opens.callback(pushes.close)
         trainer = Trainer(grpo, out, loop, tokenizer_from=model, pushes=pushes)
+        if annotate is not None:
+            grpo.on_tokens = StepAnnotator(annotate, lambda: trainer.progress.step + 1, warn=bar.console.print)
         if trainer.resume():
             bar.console.print(f"going on behind step {trainer.progress.step}")
         if pushes is not None and (steps is None or trainer.progress.step < steps):

@@ -78,11 +78,12 @@ def see_records(
     tree = _Tree(forest, built, excluded)
     numbers = _numbered(calls.entries)
     links, splits = _links(forest, numbers)
-    chains = _Chains(tree, masks, special, advantage)
+    chains = _Chains(tree, numbers, masks, special, advantage)
     seen_calls = [
         _call(forest, position, number, tree.roles[position], links[position], excluded, begun)
         for number, position in enumerate(numbers, start=1)
     ]
+    seen_calls += _calls_apart(built, seen_calls)
     seen_calls += _open_calls(snapshot, begun, first_number=len(seen_calls) + 1)
     first = next((entry for entry in map(calls.entries.__getitem__, numbers) if isinstance(entry, TokenEntry)), None)
     names = [entry.model_call_id for entry in forest.entries]
@@ -203,30 +204,47 @@ def _claimed(forest: Forest, position: int, parent: int) -> str | None:
     return entry.parent.call_id if isinstance(entry, EntrySuffix) else None
 
 
+def _calls_apart(built: BuiltRollout, seen: Sequence[SeenCall]) -> list[SeenCall]:
+    """Calls whose records contradict each other, or are another rollout's: of these only the size is believed."""
+    known = {call.call_id for call in seen}
+    apart = [each for each in built.excluded if each.call_id not in known and each.reason != ExcludedReason.LOST_TRY]
+    return [
+        _bare(each.call_id, number, Role.UNRESOLVED, reason_name(each.reason), generated=each.generated_tokens)
+        for number, each in enumerate(apart, start=len(seen) + 1)
+    ]
+
+
 def _open_calls(snapshot: Snapshot, begun: Mapping[str, float], *, first_number: int) -> list[SeenCall]:
     """Calls that have begun and left no record."""
     found = map(split_reason, snapshot.incomplete)
     names = [call_id for name, call_id in found if name == CaptureMark.DANGLING_INTENT and call_id]
     names.sort(key=lambda call_id: begun.get(call_id, 0.0))
     return [
-        SeenCall(
-            call_id=call_id,
-            number=number,
-            parent=None,
-            role=Role.OPEN,
-            link=Link(kind=LinkKind.NONE, reason=str(CaptureMark.DANGLING_INTENT)),
-            created_at=begun.get(call_id),
-            seconds=None,
-            prompt_tokens=None,
-            supplied_tokens=0,
-            generated_tokens=None,
-            finish=None,
-            weight_version=None,
-            excluded=str(CaptureMark.DANGLING_INTENT),
-            dialect=None,
-        )
+        _bare(call_id, number, Role.OPEN, str(CaptureMark.DANGLING_INTENT), began=begun.get(call_id))
         for number, call_id in enumerate(names, start=first_number)
     ]
+
+
+def _bare(
+    call_id: str, number: int, role: Role, reason: str, *, generated: int | None = None, began: float | None = None
+) -> SeenCall:
+    """A call without a record that is believed."""
+    return SeenCall(
+        call_id=call_id,
+        number=number,
+        parent=None,
+        role=role,
+        link=Link(kind=LinkKind.NONE, reason=reason),
+        created_at=began,
+        seconds=None,
+        prompt_tokens=None,
+        supplied_tokens=0,
+        generated_tokens=generated,
+        finish=None,
+        weight_version=None,
+        excluded=reason,
+        dialect=None,
+    )
 
 
 # --- the tree --------------------------------------------------------------------------------------------------------
@@ -278,8 +296,16 @@ class _Tree:
 class _Chains:
     """The sequences, token by token."""
 
-    def __init__(self, tree: _Tree, masks: Sequence[str], special: frozenset[int], advantage: float | None) -> None:
+    def __init__(
+        self,
+        tree: _Tree,
+        numbers: Sequence[int],
+        masks: Sequence[str],
+        special: frozenset[int],
+        advantage: float | None,
+    ) -> None:
         self._tree = tree
+        self._numbers = numbers
         self._forest = tree.forest
         self._mask = reason_name(masks[0]) if masks else None
         self._advantage = advantage
@@ -301,8 +327,9 @@ class _Chains:
             made.append(self._trajectory(path, owned, each.trajectory_id, is_delivered=True))
             shown.update(path)
         rollout_id = self._tree.built.rollout_id
-        for leaf in sorted(self._tree.leaves):
-            if leaf not in shown:
+        leaves = frozenset(self._tree.leaves)
+        for leaf in self._numbers:
+            if leaf in leaves and leaf not in shown:
                 name = f"{rollout_id}/{self._forest.entries[leaf].model_call_id}"
                 path = self._tree.path(leaf)
                 made.append(self._trajectory(path, set(), name, is_delivered=False))

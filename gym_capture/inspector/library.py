@@ -55,6 +55,10 @@ class Library:
         """The table, or what is new in it behind a cursor."""
         self.wake()
         self._looked.wait(_FIRST_LOOK_S)
+        return self.table(since)
+
+    def table(self, since: str | None = None) -> dict[str, Any]:
+        """As `rollouts`, as far as it is known now."""
         with self._lock:
             number = self._number_of(since)
             columns, gone = self._table.columns(number)

@@ -35,7 +35,6 @@ class LogSource(Source):
         self.shows = Shows(records=True)
         self._options = options
         self._logs = [LogFollower(path) for path in log_directories(directory)]
-        self._seen = [0] * len(self._logs)
         self._was_live = self.is_live
 
     @property
@@ -49,22 +48,20 @@ class LogSource(Source):
 
     def look(self) -> Look:
         is_live = self.is_live
-        if is_live != self._was_live:  # what was under way is not any more, or may be again
-            self._seen = [0] * len(self._logs)
-            self._was_live = is_live
+        # What was under way is not any more, or may be again.
+        all_changed, self._was_live = is_live != self._was_live, is_live
         changed: list[Basics] = []
         gone: list[str] = []
         is_more = False
-        for n, log in enumerate(self._logs):
+        for log in self._logs:
             is_more = log.advance() or is_more
-            for rollout_id, rollout in log.rollouts.items():
-                if rollout.changed <= self._seen[n]:
-                    continue
+            news = log.news()
+            for rollout_id in list(log.rollouts) if all_changed else news:
+                rollout = log.rollouts[rollout_id]
                 if rollout.places or rollout.masking:
                     changed.append(_basics(rollout_id, rollout, is_live=is_live))
                 else:
                     gone.append(rollout_id)
-            self._seen[n] = log.looks
         return Look(changed=changed, gone=gone, is_more=is_more)
 
     def read(self, rollout_id: str) -> SeenRollout | None:

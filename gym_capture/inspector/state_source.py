@@ -25,7 +25,7 @@ from gym_capture.rollout_counts import RolloutCounts
 _T = TypeVar("_T")
 
 _ANSWER_WITHIN_S: Final = 60.0
-_LOOK_EVERY_S: Final = 2.0
+_LOOK_EVERY_S: Final = 1.0
 
 
 class GraphState(Protocol):

@@ -6,6 +6,7 @@ Invariant: pure. Texts pass as they are, hostile ones too: whoever shows them sh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -148,10 +149,20 @@ def trajectories_view(seen: SeenRollout, row: Row | None, vocabulary: Vocabulary
             "mask_reason": seen.mask_reasons[0] if seen.mask_reasons else None,
             "reward": None if row is None else row.reward,
             "advantage": each.advantage,
+            "segments": _segments(each),
             "splits": [split_view(split, vocabulary) for split in seen.splits if split.call_id in each.call_ids],
         }
         for number, each in enumerate(seen.trajectories)
     ]
+
+
+def _segments(trajectory: SeenTrajectory) -> list[list[int]]:
+    """Runs of tokens of one call and kind: begin, end, call, kind."""
+    kinds, calls = trajectory.kinds, trajectory.calls
+    size = int(kinds.size)
+    changes = np.flatnonzero((kinds[1:] != kinds[:-1]) | (calls[1:] != calls[:-1])) + 1
+    bounds = [0, *changes.tolist(), size] if size else []
+    return [[begin, end, int(calls[begin]), int(kinds[begin])] for begin, end in pairwise(bounds)]
 
 
 def split_view(split: Split, vocabulary: Vocabulary | None) -> dict[str, Any]:

@@ -60,8 +60,6 @@ class Followed:
     outcome: Outcome | None = None
     masking: tuple[Event, ...] = ()
     """Facts that stand nowhere: what damage adds."""
-    changed: int = 0
-    """Number of the look at which something of it was new."""
 
 
 class Frozen(NamedTuple):
@@ -85,8 +83,7 @@ class LogFollower:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.rollouts: dict[str, Followed] = {}
-        self.looks = 0
-        self.read_bytes = 0
+        self._news: set[str] = set()
         self._segments: dict[int, _Segment] = {}
         self._epoch_floor = 1
         self._damages: dict[tuple[int, int], tuple[int, Damage]] = {}
@@ -94,6 +91,11 @@ class LogFollower:
     @property
     def is_damaged(self) -> bool:
         return bool(self._damages)
+
+    def news(self) -> set[str]:
+        """The rollouts of which something is new since this was asked last."""
+        news, self._news = self._news, set()
+        return news
 
     def size_bytes(self) -> int:
         """Of the log, as it is now."""
@@ -179,10 +181,8 @@ class LogFollower:
             os.close(fd)
         if known is None:
             self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
-        self.looks += 1
         end = self._note_all(number, begin, data, header, is_last=is_last)
         self._segments[number] = _Segment(header, end)
-        self.read_bytes += end - begin
         return end > begin or known is None
 
     def _note_all(self, number: int, begin: int, data: bytes, header: SegmentHeader, *, is_last: bool) -> int:
@@ -216,7 +216,7 @@ class LogFollower:
             rollout = self.rollouts[frame.rollout_id] = Followed(frame.epoch)
         if rollout.epoch != frame.epoch:
             return
-        rollout.changed = self.looks
+        self._news.add(frame.rollout_id)
         if frame.type is RecordType.RETIRED:
             return
         rollout.places.extend((segment, frame.offset + begin, frame.size))
@@ -274,7 +274,7 @@ class LogFollower:
             rollout = self.rollouts[rollout_id]
             if rollout.masking != tuple(events):
                 rollout.masking = tuple(events)
-                rollout.changed = self.looks
+                self._news.add(rollout_id)
 
 
 def _whole(found: Sequence[Frame | Damage]) -> int:

@@ -1,0 +1,302 @@
+"""What the inspector finds where it is pointed at, and what it says where it finds nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.operations import Begin, Commit, Complete, Register
+from gym_capture.capture.outcomes import Outcome, Registration, Standing
+from gym_capture.conformance import sample_intent
+from gym_capture.data.directory import build_directory
+from gym_capture.data.record_files import open_files
+from gym_capture.errors import ConfigError, GymCaptureError
+from gym_capture.inspector.find import open_path
+from gym_capture.inspector.job_source import JobSource
+from gym_capture.inspector.library import Library
+from gym_capture.inspector.log_source import LogSource
+from gym_capture.inspector.parquet_source import ParquetSource
+from gym_capture.inspector.seen import TokenKind
+from gym_capture.inspector.source import Basics, Look, Shows, Source, State
+from gym_capture.inspector.state_source import StateSource
+from gym_capture.inspector.table import Row
+from gym_capture.rollout_counts import RolloutCounts
+from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, RolloutRow
+from gym_capture.stores.base import counts_of, standings_of
+from gym_capture.stores.inspect import read_snapshots
+from gym_capture.stores.memory import MemoryStore
+from gym_capture.stores.segments import segment_path
+from tests.inspector.world import conversation, inspector, library_of, write_world
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("log")
+
+    async def write() -> None:
+        await (await write_world(directory)).close()
+
+    asyncio.run(write())
+    return directory
+
+
+@pytest.fixture(scope="module")
+def parquet(log: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("built") / "trajectories"
+    build_directory(log, out=out, options=BuildOptions())
+    return out
+
+
+def table(source: Source) -> dict[str, Row]:
+    return {row.rollout: row for row in library_of(source).rows()}
+
+
+# --- Parquet ---------------------------------------------------------------------------------------------------------
+
+
+def test_parquet_shows_what_the_log_shows(log: Path, parquet: Path) -> None:
+    source = open_path(parquet)
+    assert isinstance(source, ParquetSource)
+    assert source.found().startswith("4 trajectories in 1 Parquet files")
+    by_rows, by_log = table(source), table(LogSource(log))
+    same = ("group", "calls", "turns", "chains", "generated_tokens", "eligible_links", "exact_links", "reward")
+    for name in ("one", "alone"):
+        one, other = by_rows[name], by_log[name]
+        assert [getattr(one, each) for each in same] == [getattr(other, each) for each in same]
+        assert (one.prompt_tokens, one.weight_version_max) == (other.prompt_tokens, other.weight_version_max)
+    # Nobody said how it ended: it is compared with none, and masked.
+    assert (by_rows["three"].mask_reason, by_rows["three"].trained_tokens) == ("missing_reward", 0)
+    assert by_rows["two"].mask_reason == "incomplete:agent_failed"
+    client = inspector(open_path(parquet))
+    tokens = client.get("/api/rollouts/three/trajectories/0/tokens").json()
+    assert {tokens["whys"][n] for n in tokens["why"] if n >= 0} == {"missing_reward"}
+    assert client.get("/api/rollouts/one/calls/c2").json()["reply"]["text"] == "yes"
+    assert client.get("/api/rollouts/one/trajectories").json()[0]["advantage"] is not None
+
+
+def test_files_that_come_and_go_are_seen(parquet: Path, tmp_path: Path) -> None:
+    (file,) = parquet.glob("*.parquet")
+    (tmp_path / "part-00000.parquet").write_bytes(file.read_bytes())
+    library = Library(open_path(tmp_path))
+    (tmp_path / "part-00001.parquet").write_bytes(b"not yet whole")
+    library.settle()
+    assert len(library.rows()) == 4
+    (tmp_path / "part-00000.parquet").unlink()
+    library.settle()
+    assert library.rows() == []
+    assert library.rollout("one") is None
+    (tmp_path / "part-00001.parquet").write_bytes(file.read_bytes())
+    library.settle()
+    assert len(library.rows()) == 4
+
+
+def test_parquet_that_is_of_something_else_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"text": ["hi"]}), tmp_path / "data.parquet")
+    with pytest.raises(ConfigError, match="not a table of trajectories"):
+        open_path(tmp_path)
+    (tmp_path / "data.parquet").write_bytes(b"PAR1")
+    with pytest.raises(ConfigError, match=r"data\.parquet cannot be read"):
+        open_path(tmp_path)
+
+
+# --- NeMo Gym's captures ---------------------------------------------------------------------------------------------
+
+
+def test_captures_of_nemo_gym(log: Path, tmp_path: Path) -> None:
+    with open_files("nemo-gym", tmp_path, overwrite=False) as files:
+        for snapshot in read_snapshots(log):
+            files.add(snapshot)
+    source = open_path(tmp_path)
+    assert source.found() == f"4 rollouts that NeMo Gym captured, in {tmp_path}"
+    found = table(source)
+    assert (found["one"].trained_tokens, found["one"].calls, found["one"].state) == (5, 2, "finished")
+    seen = source.read("one")
+    assert seen is not None
+    assert seen.trajectories[0].token_ids.size == 20
+    assert source.read("../one") is None
+    (tmp_path / "two.tokens.jsonl").write_bytes(b'{"broken\n')
+    library = library_of(open_path(tmp_path))
+    broken = library.row("two")
+    assert broken is not None
+    assert broken.mask_reason is not None
+    assert broken.mask_reason.startswith("malformed_record")
+
+
+# --- jobs ------------------------------------------------------------------------------------------------------------
+
+
+def row(rollout_id: str, sample: int, **fields: Any) -> RolloutRow:
+    made = {"status": "finished", "reward": 1.0, "n_calls": 2, "attempt": 1, "started_at": 100.0, "wall_s": 5.0}
+    return RolloutRow(rollout_id=rollout_id, task_id="t", group_id="t", sample=sample, **{**made, **fields})
+
+
+async def begun(ledger: Ledger, rollout_id: str, sample: int, attempt: int = 1) -> None:
+    await ledger.begin(AttemptRow(rollout_id=rollout_id, task_id="t", sample=sample, attempt=attempt, at=100.0))
+
+
+async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "job"
+    with Ledger(directory, {"job_id": "job", "harness": {"name": "tool_agent"}}) as ledger:
+        await begun(ledger, "one", 0)
+        ledger.add_row(row("one", 0))
+        await begun(ledger, "two-a1", 1)
+        failure = FailureRow(
+            rollout_id="two-a1", task_id="t", sample=1, attempt=1, reason="connection", detail="", retryable=True,
+            n_calls=0, at=101.0,
+        )  # fmt: skip
+        ledger.add_failure(failure)
+        await begun(ledger, "two", 1, attempt=2)
+        source = open_path(directory, records=log)
+        assert isinstance(source, JobSource)
+        library = library_of(source)
+        assert {each.rollout: each.state for each in library.rows()} == {"one": "finished", "two": "live"}
+        assert source.is_live
+        ledger.add_row(row("two", 1, status="failed", reward=None, error="agent_timeout", attempt=2))
+        library.settle()
+    assert not source.is_live
+    one, two = (library.row(name) for name in ("one", "two"))
+    assert one is not None
+    assert two is not None
+    assert (one.harness, one.reward, one.finished_at, one.trained_tokens) == ("tool_agent", 1.0, 105.0, 5)
+    assert (two.state, two.mask_reason, two.attempt) == ("failed", "incomplete:agent_timeout", 2)
+    seen = library.rollout("two")
+    assert seen is not None
+    assert not any((each.kinds == TokenKind.TRAINED).any() for each in seen.trajectories)
+    # Without records: what was built, and of what was not, the row.
+    (directory / "trajectories").mkdir()
+    for file in parquet.glob("*.parquet"):
+        (directory / "trajectories" / file.name).write_bytes(file.read_bytes())
+    (directory / "run").mkdir()
+    (directory / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "left_out/masked": 2}\nbroken\n')
+    client = inspector(open_path(directory))
+    found = client.get("/api/rollouts").json()["columns"]
+    assert sorted(found["rollout"]) == ["one", "two"]
+    assert client.get("/api/rollouts/one/trajectories").json()[0]["tokens"] == 20
+    assert client.get("/api/source").json()["shows"] == {
+        "records": False,
+        "trajectories": True,
+        "job": True,
+        "annotations": True,
+        "texts": True,
+    }
+    series = client.get("/api/series").json()["series"]
+    assert (series["trainer/loss"]["x"], series["trainer/loss"]["y"]) == ([1], [0.5])
+
+
+async def test_attempts_that_were_cut_with_their_job_are_not_live(tmp_path: Path) -> None:
+    with Ledger(tmp_path / "job", {"job_id": "job"}) as ledger:
+        await begun(ledger, "r", 0)
+    found = table(open_path(tmp_path / "job"))
+    assert (found["r"].state, found["r"].mask_reason) == ("failed", "incomplete:node_lost")
+    answer = inspector(open_path(tmp_path / "job")).get("/api/rollouts/r")
+    assert (answer.status_code, answer.json()["calls"]) == (200, [])
+
+
+def test_records_go_with_a_job(log: Path) -> None:
+    with pytest.raises(ConfigError, match="--records goes with a job's directory"):
+        open_path(log, records=log)
+
+
+# --- a graph ---------------------------------------------------------------------------------------------------------
+
+
+class OneShard(MemoryStore):
+    """A store that has the answers of the state actors."""
+
+    async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
+        return await counts_of(self, rollout_ids)
+
+    async def standings(self) -> Sequence[Standing]:
+        return await standings_of(self)
+
+
+async def test_a_graph_is_asked_on_its_own_loop() -> None:
+    state = OneShard()
+    await state.write(Register("one", Registration(group_id="g")))
+    for entry in conversation("one"):
+        epoch = await state.write(Begin(sample_intent("one", entry.model_call_id)))
+        await state.write(Commit(entry, epoch=epoch))
+    times = iter([0.0, 0.5, 10.0])
+    source = StateSource(state, asyncio.get_running_loop(), title="graph", clock=lambda: next(times))
+    first = await asyncio.to_thread(source.look)
+    (one,) = first.changed
+    assert (one.group, one.state, one.calls, one.generated_tokens, one.exact_links) == ("g", "live", 2, 5, 1)
+    await state.write(Complete("one", Outcome(reward=1.0)))
+    assert (await asyncio.to_thread(source.look)).changed == ()
+    assert [each.state for each in (await asyncio.to_thread(source.look)).changed] == ["finished"]
+    seen = await asyncio.to_thread(source.read, "one")
+    assert seen is not None
+    assert len(seen.calls) == 2
+    assert await asyncio.to_thread(source.read, "nobody") is None
+
+
+# --- what is not there, and what is damaged --------------------------------------------------------------------------
+
+
+def test_what_is_nothing_to_look_into_is_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no"):
+        open_path(tmp_path / "nowhere")
+    with pytest.raises(ConfigError, match="holds nothing to look into"):
+        open_path(tmp_path)
+    (tmp_path / "notes.txt").write_text("hi")
+    with pytest.raises(ConfigError, match=r"part-\*\.parquet"):
+        open_path(tmp_path)
+    with pytest.raises(ConfigError, match="holds nothing"):
+        open_path(tmp_path / "notes.txt")
+    (tmp_path / "job.json").write_text("{")
+    with pytest.raises(GymCaptureError, match=r"job\.json"):
+        open_path(tmp_path)
+
+
+async def test_a_damaged_log_is_shown_and_says_what_it_masks(tmp_path: Path) -> None:
+    await (await write_world(tmp_path)).close()
+    path = segment_path(tmp_path, 1)
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b'"two"')] ^= 0xFF
+    path.write_bytes(data)
+    found = table(LogSource(tmp_path))
+    masked = [name for name, each in found.items() if (each.mask_reason or "").startswith("corrupt_log")]
+    assert masked == ["two"]
+
+
+def test_a_log_that_cannot_be_read_is_said_and_does_not_end_the_inspector(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "segment-0000000001.log")
+    client = inspector(LogSource(tmp_path))
+    answer = client.get("/api/rollouts").json()
+    assert "is a FIFO" in answer["problem"]
+    assert answer["columns"]["rollout"] == []
+    assert client.get("/api/rollouts/r").status_code == 404
+
+
+class Failing(Source):
+    """A source of which one rollout cannot be read."""
+
+    kind = title = "failing"
+    shows = Shows()
+
+    def look(self) -> Look:
+        return Look(changed=[Basics(rollout_id="bad", state=State.FINISHED), Basics(rollout_id="good")])
+
+    def read(self, rollout_id: str) -> None:
+        if rollout_id == "bad":
+            raise ConfigError("it cannot be read")
+
+
+def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
+    library = Library(Failing())
+    library._look()
+    library._read_some()
+    bad = library.row("bad")
+    assert bad is not None
+    assert bad.mask_reason == "unreadable"
+    assert json.dumps(asdict(bad))
