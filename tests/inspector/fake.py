@@ -13,12 +13,14 @@ import gzip
 import json
 import mimetypes
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -40,19 +42,33 @@ MASKS: Final = ["unresolved_retries", "ambiguous_parent", "missing_reward", "inc
 
 Json = dict[str, Any]
 
-_WORDS: Final = [
-    *" the| a| to| and| file| in| of| is| it| reads| we| must| test| fails| because| call| token|ing|ed|s| →| 试验|🙂".split("|"),
-    *[" def", "(", ")", ":", " return", " None", ".", ",", " =", " ==", " 0", " 1", " x", "_", '"', "\n", "\n", "\n    ", "\t"],
-    *["\r", "\x1b[31m", "\x00", "\u202e", "\ufffd", HOSTILE],
-]
-_WEIGHTS: Final = [*[12] * 23, *[8] * 19, *[0.05] * 5, 0.05]
+# What a tool gave, and what the policy said; broken into pieces much as a tokenizer does.
+_TOOL: Final = """
+dates.py:
+def parse_date(text: str) -> date:
+    year, month, day = (int(part) for part in text.split("-"))
+    if day > DAYS[month - 1]:
+        raise ValueError(f"no such day: {text}")
+    return date(year, month, day)
+
+test_dates.py::test_leap FAILED
+E   ValueError: no such day: 2024-02-29
+1 failed, 11 passed in 0.42s
+
+"""
+_SAID: Final = """I see: DAYS says 28 for February, whatever the year. A year has 366 days if 4 divides it, 100 does not, or 400 does.
+I change parse_date so that it asks calendar.monthrange(year, month) and run the test again.
+{"name": "bash", "arguments": {"cmd": "sed -i 's/DAYS[month - 1]/monthrange(year, month)[1]/' dates.py && pytest -q"}}
+"""
+_PIECE: Final = re.compile(r" ?\w{1,7}|[^\S\n]+| ?[^\w\s]{1,2}|\n+ *")
+_ODD: Final = ["\x1b[31m", "\x00", "\u202e", "\ufffd", "\t", "\r\n", " été", HOSTILE]
 _ROLE_OF: Final = ["main", "main", "side", "main", "sub_agent", "sub_agent", "main", "branch", "retry", "main", "aborted", "unresolved", "main"]
 _PARENT_OF: Final = [None, 0, None, 1, 1, 4, 3, 3, 3, 6, 9, None, 9]
 
 
 def _reasons() -> dict[str, Json]:
     sets = [kind for kind in vars(reasons).values() if isinstance(kind, type) and issubclass(kind, reasons.Reason)]
-    return {name.value: {"means": name.means, "what_to_do": name.what_to_do} for kind in sets for name in kind}
+    return {name.value: {"title": kind.__name__, "meaning": name.means, "what_to_do": name.what_to_do} for kind in sets for name in kind}
 
 
 class Fake:
@@ -89,7 +105,7 @@ class Fake:
             for name, value in zip(names, values, strict=True):
                 columns[name].append(value)
 
-        add(LIVE, "task-live", 0, 1, "live", None, None, "tool-agent", 3, 3, 1, 900, 120, None, 2, 2, 2.1, None, 40, 40, 0, None)
+        add(LIVE, "task-live", 0, 1, "live", None, None, "tool-agent", 3, 3, 1, 900, 120, None, 2, 2, 2.1, None, "40", "40", 0, None)
         for index in range(ROLLOUTS - 1):
             group, sample = divmod(index, SAMPLES)
             done = index / ROLLOUTS
@@ -104,7 +120,7 @@ class Fake:
                 "failed" if failed else "finished", None if failed else round(min(1.0, max(0.0, rng.gauss(0.2 + 0.6 * done, 0.3))), 3),
                 "incomplete" if failed else mask, rng.choice(["tool-agent", "tool-agent", "claude-code", "codex"]), turns + (rng.random() < 0.2),
                 turns, 1 + (rng.random() < 0.1), 400 + turns * 90, generated, 0 if masked or failed else generated, turns - 1, exact,
-                round(rng.lognormvariate(0.6, 0.4), 2), abs(rng.gauss(6e-6, 2e-6)), max(0, version - (rng.random() < 0.3)), version,
+                round(rng.lognormvariate(0.6, 0.4), 2), abs(rng.gauss(6e-6, 2e-6)), str(max(0, version - (rng.random() < 0.3))), str(version),
                 rng.choice([0, 0, 1, 2]), START + index * 3.1 + rng.random(),
             )  # fmt: skip
         columns["calls"][1], columns["turns"][1], columns["chains"][1] = len(_ROLE_OF), 6, 3
@@ -115,14 +131,15 @@ class Fake:
         return {"title": "runs/register", "kind": "job", "live": True, "shows": shows, "reasons": _reasons(), "kinds": KINDS, "version": "0.1.0"}
 
     def rollouts(self, since: str | None) -> Json:
+        said = {"cursor": str(self.live_calls), "is_all": since is None, "gone": [], "complete": True, "unread": 0, "problem": None}
         if since is None:
-            return {"cursor": str(self.live_calls), "columns": self.columns}
+            return {**said, "columns": self.columns}
         rows = [] if since == str(self.live_calls) else [0]
-        return {"cursor": str(self.live_calls), "columns": {name: [column[row] for row in rows] for name, column in self.columns.items()}}
+        return {**said, "columns": {name: [column[row] for row in rows] for name, column in self.columns.items()}}
 
     def series(self) -> Json:
         steps = list(range(40))
-        return {"series": {"loss": {"x": steps, "y": [0.4 / (1 + step / 9) for step in steps], "unit": "", "title": "trainer: loss"}}}
+        return {"series": {"trainer/loss": {"axis": "step", "x": steps, "y": [0.4 / (1 + step / 9) for step in steps], "unit": "", "title": "trainer: loss"}}}
 
     def row(self, rollout: str) -> Json | None:
         if rollout not in self.group_of:
@@ -171,10 +188,10 @@ class Fake:
         elif role == "unresolved":
             reason, words = "no_match", "No call of this rollout has this conversation before it: its history was edited or compacted."
         return {
-            "call": f"{rollout}-c{number}", "number": number, "parent": None if parent is None else f"{rollout}-c{parent}", "role": role,
+            "call": f"{rollout}-c{number}", "number": number + 1, "parent": None if parent is None else f"{rollout}-c{parent}", "role": role,
             "link": {"kind": kind, "reason": reason, "words": words}, "dialect": "chat", "started_at": START + number * 2, "seconds": 0.4 + number / 10,
             "prompt_tokens": 120 + 60 * number, "supplied_tokens": 100 + 60 * number if kind == "exact" else 0, "generated_tokens": 40,
-            "finish": "aborted" if role == "aborted" else "tool_calls", "weight_version": 12, "preview": HOSTILE if tree and number == 1 else f"I read step {number} of the file and run its test.",
+            "finish": "aborted" if role == "aborted" else "tool_calls", "weight_version": "12", "excluded": None, "excluded_words": None, "preview": HOSTILE if tree and number == 1 else f"I read step {number} of the file and run its test.",
         }  # fmt: skip
 
     def rollout(self, rollout: str, since: str | None) -> Json | None:
@@ -182,8 +199,9 @@ class Fake:
         if row is None:
             return None
         calls = self.calls(rollout)
-        shown = calls if since is None else calls[int(since) :]
-        return {**{name: row[name] for name in ("rollout", "group", "state", "reward", "mask_reason", "attempt", "harness")}, "cursor": str(len(calls)), "calls": shown}
+        if since == str(len(calls)):
+            return {"rollout": rollout, "cursor": since, "state": row["state"], "unchanged": True}
+        return {**{name: row[name] for name in ("rollout", "group", "state", "reward", "mask_reason", "attempt", "harness")}, "cursor": str(len(calls)), "calls": calls}
 
     def call(self, rollout: str, call: str) -> Json | None:
         row = self.row(rollout)
@@ -201,13 +219,14 @@ class Fake:
         if row is None or row["state"] == "live":
             return None if row is None else []
         data = _tokens(rollout, row["generated_tokens"] + row["prompt_tokens"])
-        calls = [f"{rollout}-c{number}" for number in range(len({segment[2] for segment in data["segments"]} - {-1}))]
+        generated = {f"{rollout}-c{call}": [start, end] for start, end, call, kind in data["segments"] if kind in (TRAINED, NOT_TRAINED)}
+        calls = list(generated)
         a = {"ids": [151667, 198, 40, 1366, 151668, 9707], "texts": ["<think>", "\n", "I", " want", "</think>", "Hello"], "from": 412}
         b = {"ids": [9707, 11, 1879, 13], "texts": ["Hello", ",", " world", "."], "from": 412}
         split = {"call": calls[-1], "parent": calls[0], "reason": "turn_lost", "words": "The template strips thinking from history.", "at": 412, "a": a, "b": b}
         return [
             {
-                "trajectory": "main", "calls": calls, "tokens": len(data["ids"]), "trained_tokens": data["kinds"].count(TRAINED), "mask_reason": row["mask_reason"],
+                "trajectory": 0, "id": f"{rollout}/{calls[-1]}", "calls": calls, "generated": generated, "delivered": True, "tokens": len(data["ids"]), "trained_tokens": data["kinds"].count(TRAINED), "mask_reason": row["mask_reason"],
                 "reward": row["reward"], "advantage": 0.31, "splits": [split] if rollout in (TREE, LONG) else [], "segments": data["segments"],
             }
         ]  # fmt: skip
@@ -271,22 +290,25 @@ def _tokens(rollout: str, about: int) -> Json:
     segments: list[list[int]] = []
     at, call = 0, 0
     while at < total:
-        for length, of, kind in ((rng.randint(60, 900 if rollout == LONG else 90), -1, PROMPT), (rng.randint(30, 400), call, TRAINED), (rng.randint(0, 1), -1, CLOSE)):
+        for length, of, kind in ((rng.randint(60, 900 if rollout == LONG else 90), call, PROMPT), (rng.randint(30, 400), call, TRAINED), (rng.randint(0, 1), call + 1, CLOSE)):
             kind = NOT_TRAINED if kind == TRAINED and call % 9 == 5 else kind
             end = min(total, at + length)
             if end > at:
                 segments.append([at, end, of, kind])
             at = end
         call += 1
-    texts = rng.choices(_WORDS, _WEIGHTS, k=total)
+    said, tool = cycle(_PIECE.findall(_SAID)), cycle(_PIECE.findall(_TOOL))
+    texts = [next(said if kind in (TRAINED, NOT_TRAINED) else tool) for start, end, _, kind in segments for _ in range(start, end)]
+    for place in rng.sample(range(200, total), total // 300) if total > 300 else ():
+        texts[place] = rng.choice(_ODD)
     texts[40:42] = ["\x07\x00", HOSTILE]
     kinds = [kind for start, end, _, kind in segments for _ in range(start, end)]
     calls = [of for start, end, of, _ in segments for _ in range(start, end)]
-    sampled = [of >= 0 for of in calls]
+    sampled = [kind in (TRAINED, NOT_TRAINED) for kind in kinds]
     logprobs = [-rng.expovariate(1.4) if yes else None for yes in sampled]
     return {
         "segments": segments, "texts": texts, "ids": [hash_of(text) for text in texts], "kinds": kinds, "calls": calls, "logprobs": logprobs,
-        "versions": [12 + of // 40 if of >= 0 else None for of in calls], "why": [call % 2 if kind == NOT_TRAINED else None for kind, call in zip(kinds, calls, strict=True)],
+        "versions": [str(12 + of // 40) if yes else None for yes, of in zip(sampled, calls, strict=True)], "why": [of % 2 if kind == NOT_TRAINED else -1 for kind, of in zip(kinds, calls, strict=True)],
         "overlays": {
             "entropy": [rng.expovariate(0.9) if yes else None for yes in sampled], "difference": [rng.gauss(0, 0.02) if yes else None for yes in sampled],
             "advantage": [0.31 if yes else None for yes in sampled],
@@ -338,13 +360,13 @@ def _handler(fake: Fake) -> Callable[..., BaseHTTPRequestHandler]:
             if not path.startswith("api/"):
                 self._file(path or "index.html")
             elif fake.token is not None and self.headers["Authorization"] != f"Bearer {fake.token}":
-                self._json({"detail": "a token that may read is needed"}, HTTPStatus.UNAUTHORIZED)
+                self._json({"error": {"status": 401, "message": "a token that may read is needed"}}, HTTPStatus.UNAUTHORIZED)
             else:
                 fake.asked.append(self.path)
                 query = {name: values[-1] for name, values in parse_qs(url.query).items()}
                 found = answer(fake, path.removeprefix("api/"), query)
                 status = HTTPStatus.OK if found is not None else HTTPStatus.NOT_FOUND
-                self._json({"detail": f"there is no {path}"} if found is None else found, status)
+                self._json({"error": {"status": 404, "message": f"there is no {path}"}} if found is None else found, status)
 
         def do_POST(self) -> None:  # noqa: N802
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -353,7 +375,7 @@ def _handler(fake: Fake) -> Callable[..., BaseHTTPRequestHandler]:
         def _file(self, name: str) -> None:
             file = STATIC / name
             if file.parent != STATIC or not file.is_file():
-                self._json({"detail": f"there is no {name}"}, HTTPStatus.NOT_FOUND)
+                self._json({"error": {"status": 404, "message": f"there is no {name}"}}, HTTPStatus.NOT_FOUND)
                 return
             self._send(file.read_bytes(), mimetypes.guess_type(name)[0] or "text/plain", HTTPStatus.OK)
 

@@ -17,7 +17,7 @@ export function Reason({ reason, words, open }: { reason: string; words?: string
         <code>{reason}</code>
       </summary>
       {words && <p>{words}</p>}
-      {text?.means && <p>{text.means}</p>}
+      {(text?.meaning ?? text?.means) && <p>{text?.meaning ?? text?.means}</p>}
       {text?.what_to_do && (
         <p>
           <b>What to do:</b> {text.what_to_do}
