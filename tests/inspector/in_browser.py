@@ -6,8 +6,11 @@ With `--screenshots` (`make test-ui ARGS=--screenshots`) the pictures of docs/in
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote
 
@@ -15,7 +18,11 @@ import pytest
 from playwright.sync_api import Browser, ConsoleMessage, Page, expect, sync_playwright
 
 from tests.inspector.browser import PHONE, WINDOW, chromium, scrolled
-from tests.inspector.fake import HOSTILE, LIVE, LONG, ROLLOUTS, TREE, Fake, serve
+from tests.inspector.fake import HOSTILE, LIVE, LONG, ROLLOUTS, TREE, Fake
+from tests.inspector.fake_server import STATIC, serve
+
+ROOT: Final = Path(__file__).parents[2]
+PICTURES: Final = ROOT / "docs/images"
 
 
 class Site:
@@ -129,7 +136,9 @@ def test_a_step_of_the_wheel_costs_the_same_however_long_the_list_is(site: Site)
     few = scrolled(site.open("#/?q=reg-00"), ".job-table", ".plot")
     assert scrolled(site.open(), ".job-table", ".plot") < 2 * few
     short = scrolled(site.open("#/rollout/reg-0000-4/trajectory/0"), ".tokens", ".line")
-    assert scrolled(site.open(f"#/rollout/{LONG}/trajectory/0"), ".tokens", ".line") < 3 * short  # it reads two chunks, too
+    assert (
+        scrolled(site.open(f"#/rollout/{LONG}/trajectory/0"), ".tokens", ".line") < 3 * short
+    )  # it reads two chunks, too
 
 
 # --- a rollout --------------------------------------------------------------------------------------------------------
@@ -291,7 +300,7 @@ def test_a_note_is_added_to_a_token_and_kept_by_its_call(site: Site) -> None:
     assert [(note["call"], note["token"], note["note"]) for note in site.fake.notes] == [(call, 3, "looks copied")]
 
 
-# --- search, groups, reasons, errors -----------------------------------------------------------------------------------
+# --- search, groups, reasons, errors ----------------------------------------------------------------------------------
 
 
 def test_search_leads_to_a_token_and_n_to_the_next(site: Site) -> None:
@@ -349,7 +358,9 @@ def test_hostile_text_is_text_wherever_it_stands(site: Site) -> None:
     site.fake.columns["group"][1] = HOSTILE
     turn = site.fake.trajectories(LONG)
     assert turn is not None
-    site.fake.notes.append({"rollout": TREE, "call": f"{TREE}-c3", "token": None, "note": HOSTILE, "by": HOSTILE, "at": 0})
+    site.fake.notes.append(
+        {"rollout": TREE, "call": f"{TREE}-c3", "token": None, "note": HOSTILE, "by": HOSTILE, "at": 0}
+    )
     for place in (
         "#/",
         f"#/rollout/{TREE}/call/{TREE}-c3",
@@ -389,7 +400,12 @@ def test_dark_follows_the_system_until_one_is_chosen(site: Site) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_has_the_contrast_that_eyes_need(site: Site, scheme: str) -> None:
     """WCAG AA: 4.5 to 1, for every text in sight on its own ground."""
-    for place in ("#/", f"#/rollout/{TREE}", f"#/rollout/{LONG}/trajectory/0/token/400", f"#/rollout/{LONG}/trajectory/0/splits"):
+    for place in (
+        "#/",
+        f"#/rollout/{TREE}",
+        f"#/rollout/{LONG}/trajectory/0/token/400",
+        f"#/rollout/{LONG}/trajectory/0/splits",
+    ):
         page = site.open(place, color_scheme=scheme)
         page.locator(".row-place, .line, .sides").first.wait_for()
         modes = ["kind", "logprob", "version", "difference", "entropy"] if "token" in place else [None]
@@ -402,28 +418,34 @@ def test_text_has_the_contrast_that_eyes_need(site: Site, scheme: str) -> None:
 
 FAINT: Final = """() => {
     const parse = text => text.match(/[\\d.]+/g).map(Number);
-    const light = ([r, g, b]) => [r, g, b].map(c => c / 255).map(c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-        .reduce((sum, c, at) => sum + c * [0.2126, 0.7152, 0.0722][at], 0);
-    const ground = one => { for (let at = one; at; at = at.parentElement) { const c = parse(getComputedStyle(at).backgroundColor);
-        if (c.length < 4 || c[3] === 1) return c; } return [255, 255, 255]; };
+    const linear = c => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
+    const light = rgb => [0.2126, 0.7152, 0.0722].reduce((sum, weight, at) => sum + weight * linear(rgb[at] / 255), 0);
+    const ground = one => {
+        for (let at = one; at; at = at.parentElement) {
+            const colour = parse(getComputedStyle(at).backgroundColor);
+            if (colour.length < 4 || colour[3] === 1) return colour;
+        }
+        return [255, 255, 255];
+    };
     const faint = new Set();
     for (const one of document.querySelectorAll("#app *")) {
         const own = [...one.childNodes].some(node => node.nodeType === 3 && node.textContent.trim());
         if (!own || !one.checkVisibility() || one.disabled) continue;
-        const [a, b] = [light(parse(getComputedStyle(one).color)), light(ground(one))].sort((x, y) => y - x);
-        if ((a + 0.05) / (b + 0.05) < 4.5) faint.add(`${one.className}: ${one.textContent.slice(0, 30)}`);
+        const [more, less] = [light(parse(getComputedStyle(one).color)), light(ground(one))].sort((x, y) => y - x);
+        if ((more + 0.05) / (less + 0.05) < 4.5) faint.add(`${one.className}: ${one.textContent.slice(0, 30)}`);
     }
     return [...faint];
 }"""
 
 
 def test_a_phone_shows_all_of_it(site: Site) -> None:
-    for place in ("#/", f"#/rollout/{TREE}", f"#/rollout/{LONG}/trajectory/0/token/400", "#/group/task-0000", "#/search?q=year&where=text"):
+    token = f"#/rollout/{LONG}/trajectory/0/token/400"
+    for place in ("#/", f"#/rollout/{TREE}", token, "#/group/task-0000", "#/search?q=year&where=text"):
         page = site.open(place, viewport=PHONE)
         page.locator(".row-place, .line, .plain, .hits li").first.wait_for()
         assert page.evaluate("document.documentElement.scrollWidth") <= PHONE["width"], f"{place} scrolls sideways"
         page.close()
-    page = site.open(f"#/rollout/{LONG}/trajectory/0/token/400", viewport=PHONE, has_touch=True)
+    page = site.open(token, viewport=PHONE, has_touch=True)
     page.locator("#t405").tap()
     expect(page.get_by_label("Token", exact=True).get_by_role("heading")).to_contain_text("Token 405")
 
@@ -445,3 +467,38 @@ def test_nothing_is_asked_of_anybody_else(site: Site) -> None:
     page.goto(f"{site.address}#/rollout/{LONG}/trajectory/0")
     page.locator(".line").first.wait_for()
     assert all(url.startswith(site.address) for url in asked)
+
+
+# --- what is committed ------------------------------------------------------------------------------------------------
+
+
+def test_the_built_files_are_those_of_the_sources(tmp_path: Path) -> None:
+    """A change of the sources without `make ui` fails here."""
+    command = ["npm", "--prefix", str(ROOT / "inspector"), "run", "--silent", "build"]
+    subprocess.run(command, check=True, env={**os.environ, "INSPECTOR_OUT": str(tmp_path)}, stdout=subprocess.DEVNULL)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {
+        file.name: file.read_bytes() for file in STATIC.iterdir()
+    }
+
+
+def test_pictures_for_the_docs(site: Site, screenshots: bool) -> None:
+    """Made again with --screenshots; without, they must be there."""
+    token = f"#/rollout/{LONG}/trajectory/0/token/2340"
+    pictures: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "job": ("#/", ".plot", {}),
+        "rollout": (f"#/rollout/{TREE}/call/{TREE}-c6", ".message", {}),
+        "trajectory": (token, "#t2340", {}),
+        "splits": (f"#/rollout/{LONG}/trajectory/0/splits", ".sides", {"viewport": {"width": 1000, "height": 420}}),
+        "dark": (token, "#t2340", {"color_scheme": "dark"}),
+        "phone": (token, "#t2340", {"viewport": PHONE}),
+    }
+    for name, (place, ready, options) in pictures.items():
+        file = PICTURES / f"inspector-{name}.png"
+        if screenshots:
+            page = site.open(place, **options)
+            page.locator(ready).first.wait_for()
+            if name == "dark":
+                page.get_by_label("Colour by").select_option("logprob")
+            page.screenshot(path=file)
+            page.close()
+        assert file.is_file()
