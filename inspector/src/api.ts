@@ -126,8 +126,9 @@ export interface CallDetail {
 
 export interface Piece {
   ids: number[];
-  texts: string[];
-  from?: number | null;
+  texts: (string | null)[] | null;
+  /** What the ids were taken from, in words. */
+  from?: string | null;
 }
 
 export interface Split {

@@ -60,6 +60,11 @@ export function visible(text: string): string {
   return text.replace(HIDDEN, sign);
 }
 
+/** A text of several lines, with a sign for all else that cannot be seen. */
+export function readable(text: string): string {
+  return text.replace(HIDDEN, (character) => (character === "\n" || character === "\t" ? character : sign(character)));
+}
+
 /** Text with each character that cannot be seen given by its number, between quotes. */
 export function quoted(text: string): string {
   return `"${text.replace(/[\\"]/g, "\\$&").replace(HIDDEN, escaped)}"`;

@@ -331,9 +331,9 @@ class Fake:
         a = {
             "ids": [151667, 198, 40, 1366, 151668, 9707],
             "texts": ["<think>", "\n", "I", " want", "</think>", "Hello"],
-            "from": 412,
+            "from": "reply of c0",
         }
-        b = {"ids": [9707, 11, 1879, 13], "texts": ["Hello", ",", " world", "."], "from": 412}
+        b = {"ids": [9707, 11, 1879, 13], "texts": ["Hello", ",", " world", "."], "from": "prompt of the call"}
         split = {
             "call": calls[-1],
             "parent": calls[0],

@@ -16,7 +16,7 @@ export function Reason({ reason, words, open }: { reason: string; words?: string
       <summary>
         <code>{reason}</code>
       </summary>
-      {words && <p>{words}</p>}
+      {words && words !== (text?.meaning ?? text?.means) && <p>{words}</p>}
       {(text?.meaning ?? text?.means) && <p>{text?.meaning ?? text?.means}</p>}
       {text?.what_to_do && (
         <p>

@@ -63,8 +63,8 @@ export function TokenPane({ store, turns, scale, selected, marked, onSelect, onH
     const { line, exact } = layout.lineOf(sought.current);
     const y = line * LINE;
     if (y < element.scrollTop + LINE || y + 2 * LINE > element.scrollTop + element.clientHeight) {
-      const far = Math.abs(y - element.scrollTop) > 2 * element.clientHeight;
       const above = y < element.scrollTop + LINE;
+      const far = (above ? element.scrollTop - y : y - element.scrollTop - element.clientHeight) > 4 * LINE;
       element.scrollTop = far ? y - element.clientHeight / 3 : above ? y - LINE : y + 2 * LINE - element.clientHeight;
     }
     if (exact) sought.current = null;

@@ -1,7 +1,7 @@
 // A call as its agent saw it: the conversation before it, its answer, what was asked of the engine.
 import { useState } from "preact/hooks";
 import { get, pathOf, type Annotation, type Call, type CallDetail, type Message, type Trajectory } from "../api";
-import { count, seconds, time } from "../format";
+import { count, readable, seconds, time } from "../format";
 import { useLoad } from "../hooks";
 import { NoteForm, NoteList } from "../parts/notes";
 import { CopyLink, Fact, Problem, Reason, Waiting } from "../parts/small";
@@ -128,7 +128,7 @@ function One({ message }: { message: Message }) {
       {message.text && <Text text={message.text} short={old || message.role === "tool"} />}
       {message.tool_calls?.map((call, index) => (
         <div key={index} class="tool-call">
-          <b>{call.name}</b> <code>{call.arguments}</code>
+          <b>{call.name}</b> <code>{readable(call.arguments)}</code>
         </div>
       ))}
     </article>
@@ -145,7 +145,7 @@ function Text({ text, short }: { text: string; short: boolean }) {
   const cut = !whole && text.length > limit;
   return (
     <>
-      <pre class="text">{cut ? text.slice(0, limit) : text}</pre>
+      <pre class="text">{readable(cut ? text.slice(0, limit) : text)}</pre>
       {cut && (
         <button type="button" class="quiet" onClick={() => setWhole(true)}>
           Show all {count(text.length)} characters

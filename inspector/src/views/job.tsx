@@ -164,7 +164,7 @@ interface Drawn {
 
 /** Drawn after the table is there, one measure at a time, so that neither waits for the other. */
 function Plots({ columns, onRange }: { columns: Columns; onRange: (from: number, to: number) => void }) {
-  const [drawn, setDrawn] = useState<Drawn[]>([]);
+  const [drawn, setDrawn] = useState<Drawn[] | null>(null);
   const [trainer, setTrainer] = useState<Drawn[]>([]);
   useEffect(() => {
     let left = MEASURES.slice();
@@ -197,7 +197,8 @@ function Plots({ columns, onRange }: { columns: Columns; onRange: (from: number,
     );
   }, []);
   const [open] = useState(localStorage.getItem(FOLDED) !== "yes" && window.innerHeight > 600);
-  if (drawn.length === 0) return <div class="plots-place" />;
+  if (drawn === null) return <div class="plots-place" />;
+  if (drawn.length + trainer.length === 0) return null;
   return (
     <details
       class="plots"

@@ -6,7 +6,7 @@ import { useKeys, usePoll, useStable } from "../hooks";
 import { useNotes } from "../parts/notes";
 import { Fact, Problem, Reason, State, Waiting } from "../parts/small";
 import { go, link, permanent, replace } from "../route";
-import { copy, source } from "../state";
+import { copy } from "../state";
 import { Conversation } from "./conversation";
 import { Tree } from "./tree";
 
@@ -39,7 +39,7 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
   const live = data?.state === "live";
   usePoll(load, 1000, live);
   useEffect(() => {
-    if (!source.value?.shows.trajectories || data === null || live) return;
+    if (data === null || live) return;
     get<Trajectory[]>(`${path}/trajectories`).then(setTrajectories, () => setTrajectories([]));
   }, [data === null, live]);
 
