@@ -199,9 +199,11 @@ export interface Hit {
 export interface Annotation {
   rollout: string;
   call: string | null;
-  token: number | null;
-  name?: string | null;
+  token?: number | null;
+  name: string;
   value?: number | null;
+  /** One for each token that the call generated. */
+  values?: Numbers | null;
   note?: string | null;
   by?: string | null;
   at?: number | null;

@@ -408,9 +408,9 @@ class Fake:
         return {"hits": hits[:limit], "complete": len(hits) <= limit}
 
     def annotate(self, body: Json) -> Json:
-        note = {**body, "at": START}
-        self.notes.append(note)
-        return note
+        assert {"rollout", "call", "name"} <= set(body), "an annotation names rollout, call and name"
+        self.notes.append({**body, "at": START})
+        return {"added": 1}
 
 
 def _messages(number: int) -> list[Json]:

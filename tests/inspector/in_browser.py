@@ -359,7 +359,7 @@ def test_hostile_text_is_text_wherever_it_stands(site: Site) -> None:
     turn = site.fake.trajectories(LONG)
     assert turn is not None
     site.fake.notes.append(
-        {"rollout": TREE, "call": f"{TREE}-c3", "token": None, "note": HOSTILE, "by": HOSTILE, "at": 0}
+        {"rollout": TREE, "call": f"{TREE}-c3", "name": HOSTILE, "note": HOSTILE, "by": HOSTILE, "at": 0}
     )
     for place in (
         "#/",

@@ -78,8 +78,8 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
               rollout={rollout}
               call={shownCall}
               trajectories={trajectories}
-              notes={notes.filter((note) => note.call === shownCall.call && note.token === null)}
-              addNote={(note) => add({ call: shownCall.call, token: null, note })}
+              notes={notes.filter((note) => note.call === shownCall.call && note.token == null)}
+              addNote={(note) => add(shownCall.call, null, note)}
             />
           )}
           {calls.length === 0 && <p class="waiting">No call yet.</p>}

@@ -105,7 +105,7 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
     c: () => void copy(permanent(selected === null ? link.trajectory(rollout, index) : link.token(rollout, index, selected))),
   });
   const { notes, add } = useNotes(rollout);
-  const marked = useMemo(() => new Set(notes.map((note) => turns.tokenOf(note.call, note.token)).filter((at) => at !== null)), [notes, turns]);
+  const marked = useMemo(() => new Set(notes.map((note) => turns.tokenOf(note.call, note.token ?? null)).filter((at) => at !== null)), [notes, turns]);
   const shown = hovered ?? selected;
   const inside = shown === null ? undefined : turns.at(shown);
   const place = shown === null || !inside ? null : { call: inside.call, token: shown - inside.from };
@@ -149,7 +149,7 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
             passing={hovered !== null && hovered !== selected}
             notes={place ? notes.filter((note) => note.call === place.call && note.token === place.token) : []}
             canNote={place !== null && (source.value?.shows.annotations ?? false)}
-            addNote={(note) => (place ? add({ ...place, note }) : Promise.resolve())}
+            addNote={(note) => (place ? add(place.call, place.token, note) : Promise.resolve())}
           />
         </aside>
       </div>
