@@ -15,7 +15,8 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults lint format typecheck bench check-configs contiguity-table reasons-table clean
+.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
+.PHONY: lint format typecheck bench ui test-ui check-configs contiguity-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -83,6 +84,33 @@ $(CLIENTS)/.mini-swe-agent/.ready: $(CLIENTS)/mini-swe-agent.txt
 	$(@D)/bin/python -m pip --disable-pip-version-check --no-input install --quiet --no-deps -r $<
 	@touch $@
 
+UI_NODE := inspector/node_modules/.ready
+UI_PACKAGES := tests/inspector/.packages/.ready
+
+ui: $(UI_NODE)  ## build the inspector's pages into gym_capture/inspector/static (needs Node 20)
+	npm --prefix inspector run --silent check
+	npm --prefix inspector run --silent build
+
+test-ui: $(READY) $(UI_NODE) $(UI_PACKAGES)  ## the inspector in headless Chromium (one minute; ARGS=--screenshots makes the docs' pictures again)
+	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
+		{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Debian's chromium..." && apt-get update -qq >/dev/null \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
+		{ echo "make test-ui needs Chromium on the PATH: apt-get install chromium, as root"; exit 1; }
+	npm --prefix inspector run --silent check
+	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py $(ARGS)
+
+# --ignore-scripts: nothing of a package runs before a target calls it.
+$(UI_NODE): inspector/package.json inspector/package-lock.json
+	@node -e 'const [a, b] = process.versions.node.split(".").map(Number); process.exit(a > 20 || (a === 20 && b >= 19) ? 0 : 1)' 2>/dev/null \
+		&& command -v npm >/dev/null || { echo "the inspector is built with Node 20.19 or newer, with npm, on the PATH: https://nodejs.org"; exit 1; }
+	npm ci --prefix inspector --ignore-scripts --no-audit --no-fund --loglevel=error
+	@touch $@
+
+$(UI_PACKAGES): requirements/inspector.txt
+	rm -rf $(@D)
+	$(PIP) install --quiet --no-deps --target $(@D) -r $<
+	@touch $@
+
 lint: $(READY)  ## ruff: lint and format check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -127,5 +155,5 @@ reference: $(READY)  ## write config.md, metrics.md, records.md and public-api.t
 	$(BIN)/python -m tests.reference.public_api > docs/public-api.txt
 
 clean:  ## remove .venv and caches of tools
-	rm -rf .docs-venv site dist
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis tests/clients/node_modules tests/clients/.mini-swe-agent tests/trainers/.packages
+	rm -rf inspector/node_modules tests/inspector/.packages .docs-venv site dist

@@ -2,6 +2,7 @@
 import { signal } from "@preact/signals";
 
 export interface ReasonText {
+  meaning?: string;
   means?: string;
   what_to_do?: string;
 }
@@ -10,7 +11,7 @@ export interface Source {
   title: string;
   kind: string;
   live: boolean;
-  shows: { records: boolean; trajectories: boolean; job: boolean; annotations: boolean };
+  shows: { records: boolean; trajectories: boolean; job: boolean; annotations: boolean; texts?: boolean };
   reasons: Record<string, ReasonText>;
   kinds: string[];
   version: string;
@@ -18,6 +19,7 @@ export interface Source {
 
 type Texts = (string | null)[];
 type Numbers = (number | null)[];
+type Versions = (string | number | null)[];
 
 /** A row is an index into all of these. */
 export interface Columns {
@@ -39,8 +41,8 @@ export interface Columns {
   exact_links: Numbers;
   put_ms: Numbers;
   logprob_diff: Numbers;
-  weight_version_min: Numbers;
-  weight_version_max: Numbers;
+  weight_version_min: Versions;
+  weight_version_max: Versions;
   staleness: Numbers;
   finished_at: Numbers;
 }
@@ -48,13 +50,22 @@ export interface Columns {
 export interface Rollouts {
   cursor: string | number | null;
   columns: Partial<Columns>;
+  /** The answer is the whole table, not what changed. */
+  is_all?: boolean;
+  /** Rollouts that are there no more. */
+  gone?: string[];
+  complete?: boolean;
+  /** Rollouts of which some columns are still being read. */
+  unread?: number;
+  /** Why the source cannot be read now. */
+  problem?: string | null;
 }
 
 export interface Series {
-  series: Record<string, { x: number[]; y: Numbers; unit?: string | null; title?: string | null }>;
+  series: Record<string, { x: number[]; y: Numbers; unit?: string | null; title?: string | null; axis?: string | null }>;
 }
 
-export type Role = "main" | "branch" | "sub_agent" | "side" | "retry" | "aborted" | "unresolved" | "only";
+export type Role = "main" | "branch" | "sub_agent" | "side" | "retry" | "aborted" | "unresolved" | "only" | "open";
 
 export interface Link {
   kind: "exact" | "rendered" | "split" | "none";
@@ -75,7 +86,9 @@ export interface Call {
   supplied_tokens: number | null;
   generated_tokens: number | null;
   finish: string | null;
-  weight_version: number | null;
+  weight_version: string | number | null;
+  excluded?: string | null;
+  excluded_words?: string | null;
   preview: string | null;
 }
 
@@ -89,6 +102,7 @@ export interface Rollout {
   harness: string | null;
   cursor: string | number | null;
   calls: Call[];
+  unchanged?: boolean;
 }
 
 export interface Message {
@@ -98,6 +112,7 @@ export interface Message {
   tool_calls?: { name: string; arguments: string }[] | null;
   tool_result_of?: string | null;
   new?: boolean;
+  tokens?: number | null;
 }
 
 export interface CallDetail {
@@ -106,13 +121,14 @@ export interface CallDetail {
   reply: Message | null;
   sampling: Record<string, unknown> | null;
   tokens: { prompt: number | null; generated: number | null } | null;
-  notes?: (string | Annotation)[];
+  notes?: (string | { name: string; words: string })[];
 }
 
 export interface Piece {
   ids: number[];
-  texts: string[];
-  from?: number | null;
+  texts: (string | null)[] | null;
+  /** What the ids were taken from, in words. */
+  from?: string | null;
 }
 
 export interface Split {
@@ -129,8 +145,11 @@ export interface Split {
 export type Segment = [number, number, number, number];
 
 export interface Trajectory {
-  trajectory: string;
   calls: string[];
+  /** Where in the trajectory what each call generated stands. */
+  generated?: Record<string, [number, number]>;
+  /** False: shown, because no trajectory that is delivered has its calls. */
+  delivered?: boolean;
   tokens: number;
   trained_tokens: number | null;
   mask_reason: string | null;
@@ -149,7 +168,7 @@ export interface Tokens {
   kinds: number[];
   calls: number[];
   logprobs: Numbers;
-  versions: Numbers;
+  versions: Versions;
   why: Numbers;
   whys: string[];
   overlays: Record<string, Numbers>;
@@ -180,9 +199,11 @@ export interface Hit {
 export interface Annotation {
   rollout: string;
   call: string | null;
-  token: number | null;
-  name?: string | null;
+  token?: number | null;
+  name: string;
   value?: number | null;
+  /** One for each token that the call generated. */
+  values?: Numbers | null;
   note?: string | null;
   by?: string | null;
   at?: number | null;
@@ -230,7 +251,7 @@ async function request<T>(path: string, init: RequestInit): Promise<T> {
       if (init.signal?.aborted) throw error;
       throw new ApiError(0, "The server does not answer. Is gym-capture ui, or the graph, still running?");
     }
-    if (response.status === 401) {
+    if (response.status === 401 || response.status === 403) {
       await askForToken();
       continue;
     }
@@ -243,9 +264,8 @@ async function saidOf(response: Response): Promise<string> {
   try {
     const body: unknown = await response.json();
     if (typeof body === "object" && body !== null) {
-      const { detail, error } = body as { detail?: unknown; error?: unknown };
-      if (typeof detail === "string") return detail;
-      if (typeof error === "string") return error;
+      const { error } = body as { error?: { message?: unknown } };
+      if (typeof error?.message === "string") return error.message;
     }
   } catch {
     // No JSON: the status says enough.

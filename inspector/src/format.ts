@@ -32,7 +32,9 @@ export function time(value: number | null | undefined): string {
   return `${at.getFullYear()}-${pad(at.getMonth() + 1)}-${pad(at.getDate())} ${pad(at.getHours())}:${pad(at.getMinutes())}:${pad(at.getSeconds())}`;
 }
 
-export function versions(low: number | null | undefined, high: number | null | undefined): string {
+type Version = string | number | null | undefined;
+
+export function versions(low: Version, high: Version): string {
   if (low == null && high == null) return "";
   return low == null || high == null || low === high ? String(high ?? low) : `${low}-${high}`;
 }
@@ -50,7 +52,17 @@ function sign(character: string): string {
 export function shown(text: string | null): string {
   if (text === null || text === "") return "∅";
   if (/^ +$/.test(text)) return "·".repeat(text.length);
+  return visible(text);
+}
+
+/** Text with a sign for each character that cannot be seen, save spaces. */
+export function visible(text: string): string {
   return text.replace(HIDDEN, sign);
+}
+
+/** A text of several lines, with a sign for all else that cannot be seen. */
+export function readable(text: string): string {
+  return text.replace(HIDDEN, (character) => (character === "\n" || character === "\t" ? character : sign(character)));
 }
 
 /** Text with each character that cannot be seen given by its number, between quotes. */

@@ -54,6 +54,12 @@ export function sorted(rows: number[], column: (number | string | null)[], down:
   });
 }
 
+/** What is live first, then what was over last. */
+export function newest(rows: number[], columns: Columns): number[] {
+  const at = (row: number) => (columns.state[row] === "live" ? Infinity : (columns.finished_at[row] ?? 0));
+  return rows.slice().sort((a, b) => (at(a) === at(b) ? a - b : at(b) - at(a)));
+}
+
 export function choices(column: (string | null)[]): string[] {
   return [...new Set(column.filter((value) => value !== null).map((value) => value.split(":", 1)[0] ?? ""))].sort();
 }
@@ -101,19 +107,27 @@ export interface Measure {
   name: string;
   title: string;
   unit: string;
+  /** Its values spread: a band shows between what. Of a share, the mean says all. */
+  spread: boolean;
   of: (columns: Columns, row: number) => number | null;
 }
 
 const ratio = (part: number | null | undefined, all: number | null | undefined) => (part == null || !all ? null : part / all);
 
+/** Versions are names; one that is a number can be drawn. */
+function counted(version: string | number | null | undefined): number | null {
+  const value = version == null || version === "" ? Number.NaN : Number(version);
+  return Number.isFinite(value) ? value : null;
+}
+
 export const MEASURES: Measure[] = [
-  { name: "reward", title: "reward", unit: "", of: (c, row) => c.reward[row] ?? null },
-  { name: "contiguity", title: "exact / eligible links", unit: "", of: (c, row) => ratio(c.exact_links[row], c.eligible_links[row]) },
-  { name: "masked", title: "masked", unit: "", of: (c, row) => (c.state[row] === "live" ? null : c.mask_reason[row] == null ? 0 : 1) },
-  { name: "logprob_diff", title: "|log prob difference|", unit: "", of: (c, row) => c.logprob_diff[row] ?? null },
-  { name: "generated", title: "generated tokens", unit: "", of: (c, row) => c.generated_tokens[row] ?? null },
-  { name: "turns", title: "turns", unit: "", of: (c, row) => c.turns[row] ?? null },
-  { name: "put_ms", title: "put latency", unit: "ms", of: (c, row) => c.put_ms[row] ?? null },
-  { name: "weight_version", title: "weight version", unit: "", of: (c, row) => c.weight_version_max[row] ?? null },
-  { name: "staleness", title: "staleness", unit: "versions", of: (c, row) => c.staleness[row] ?? null },
+  { name: "reward", title: "reward", unit: "", spread: true, of: (c, row) => c.reward[row] ?? null },
+  { name: "contiguity", title: "exact / eligible links", unit: "", spread: false, of: (c, row) => ratio(c.exact_links[row], c.eligible_links[row]) },
+  { name: "masked", title: "masked", unit: "", spread: false, of: (c, row) => (c.state[row] === "live" ? null : c.mask_reason[row] == null ? 0 : 1) },
+  { name: "logprob_diff", title: "|log prob difference|", unit: "", spread: true, of: (c, row) => c.logprob_diff[row] ?? null },
+  { name: "generated", title: "generated tokens", unit: "", spread: true, of: (c, row) => c.generated_tokens[row] ?? null },
+  { name: "turns", title: "turns", unit: "", spread: true, of: (c, row) => c.turns[row] ?? null },
+  { name: "put_ms", title: "put latency", unit: "ms", spread: true, of: (c, row) => c.put_ms[row] ?? null },
+  { name: "weight_version", title: "weight version", unit: "", spread: false, of: (c, row) => counted(c.weight_version_max[row]) },
+  { name: "staleness", title: "staleness", unit: "versions", spread: false, of: (c, row) => c.staleness[row] ?? null },
 ];

@@ -9,7 +9,8 @@ export const sourceError = signal<string | null>(null);
 export interface Job {
   columns: Columns;
   cursor: string | number | null;
-  loadedAt: number;
+  /** There is more to come, though nothing is live: the source is still being read. */
+  reading: boolean;
 }
 export const job = signal<Job | null>(null);
 export const jobError = signal<string | null>(null);
@@ -39,13 +40,12 @@ export async function loadJob(): Promise<void> {
   try {
     const since = before?.cursor == null ? "" : `?since=${encodeURIComponent(before.cursor)}`;
     const answer = await get<Rollouts>(`rollouts${since}`);
-    const changed = answer.columns.rollout?.length ?? 0;
-    if (before === null || changed > 0) {
-      job.value = { columns: merged(before?.columns, answer.columns), cursor: answer.cursor, loadedAt: Date.now() };
-    } else {
-      job.value = { ...before, cursor: answer.cursor };
-    }
-    jobError.value = null;
+    const { cursor, gone = [] } = answer;
+    const kept = answer.is_all ? undefined : before?.columns;
+    const same = kept !== undefined && gone.length === 0 && !answer.columns.rollout?.length;
+    const reading = answer.complete === false || (answer.unread ?? 0) > 0;
+    job.value = { columns: same ? kept : merged(kept && without(kept, gone), answer.columns), cursor, reading };
+    jobError.value = answer.problem ?? null;
   } catch (error) {
     jobError.value = String(error instanceof Error ? error.message : error);
   }
@@ -64,6 +64,14 @@ export function merged(before: Columns | undefined, news: Partial<Columns>): Col
     columns[name] = column;
   }
   return columns as unknown as Columns;
+}
+
+function without(columns: Columns, gone: string[]): Columns {
+  if (gone.length === 0) return columns;
+  const names = new Set(gone);
+  const kept = columns.rollout.map((rollout) => !names.has(rollout));
+  const left = NAMES.map((name) => [name, (columns[name] as unknown[]).filter((_, row) => kept[row])]);
+  return Object.fromEntries(left) as Columns;
 }
 
 // --- light and dark ---

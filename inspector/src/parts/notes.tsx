@@ -1,14 +1,13 @@
 // Values and notes that a trainer or a person added to a call or a token. They are added, never changed.
-import { useState } from "preact/hooks";
+import { useEffect, useState } from "preact/hooks";
 import { get, post, type Annotation } from "../api";
-import { number, time } from "../format";
+import { number, readable, time } from "../format";
 import { say, source } from "../state";
-import { useEffect } from "preact/hooks";
 
 const BY = "gym-capture-by";
 
 /** Notes of a rollout, and how one is added. */
-export function useNotes(rollout: string): { notes: Annotation[]; add: (note: Omit<Annotation, "rollout" | "by">) => Promise<void> } {
+export function useNotes(rollout: string): { notes: Annotation[]; add: (call: string, token: number | null, text: string) => Promise<void> } {
   const [notes, setNotes] = useState<Annotation[]>([]);
   const shows = source.value?.shows.annotations ?? false;
   const load = async () => {
@@ -19,8 +18,9 @@ export function useNotes(rollout: string): { notes: Annotation[]; add: (note: Om
     setNotes([]);
     if (shows) load().catch(() => {}); // the view is of use without
   }, [rollout, shows]);
-  const add = async (note: Omit<Annotation, "rollout" | "by">) => {
-    await post("annotations", { ...note, rollout, by: localStorage.getItem(BY) || "inspector" });
+  const add = async (call: string, token: number | null, text: string) => {
+    const by = localStorage.getItem(BY) || "inspector";
+    await post("annotations", { rollout, call, ...(token === null ? {} : { token }), name: "note", note: text, by });
     await load();
     say("Note added");
   };
@@ -33,7 +33,7 @@ export function NoteList({ notes }: { notes: Annotation[] }) {
     <ul class="notes">
       {notes.map((note, index) => (
         <li key={index}>
-          {note.note ?? `${note.name}: ${number(note.value)}`}
+          {saidBy(note)}
           <span class="muted">
             {" "}
             {note.by} {time(note.at)}
@@ -42,6 +42,15 @@ export function NoteList({ notes }: { notes: Annotation[] }) {
       ))}
     </ul>
   );
+}
+
+function saidBy({ name, note, value, values }: Annotation): string {
+  const label = name === "note" ? "" : `${name}: `;
+  if (note != null) return label + readable(note);
+  if (value != null) return label + number(value);
+  const known = (values ?? []).filter((one) => one !== null);
+  const mean = known.reduce((sum, one) => sum + one, 0) / (known.length || 1);
+  return `${label}${known.length} values, mean ${number(mean)}`;
 }
 
 export function NoteForm({ what, add }: { what: string; add: (text: string) => Promise<void> }) {

@@ -12,6 +12,7 @@ interface Props {
   title: string;
   unit: string;
   axis: "time" | "step";
+  spread: boolean;
   data: Bucket[];
   /** Called with a range of the axis that was drawn with the pointer. */
   onRange?: ((from: number, to: number) => void) | undefined;
@@ -20,14 +21,15 @@ interface Props {
 const WIDTH = 200;
 const HEIGHT = 48;
 
-export function Plot({ title, unit, axis, data, onRange }: Props) {
+export function Plot({ title, unit, axis, spread, data, onRange }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const began = useRef<number | null>(null);
   const first = data[0];
   const last = data[data.length - 1];
   if (!first || !last) return null;
-  const low = Math.min(...data.map((bucket) => bucket.low, Infinity));
-  const high = Math.max(...data.map((bucket) => bucket.high));
+  // What does not spread is drawn from zero: a share that moves by a hundredth looks like it.
+  const low = spread ? Math.min(...data.map((bucket) => bucket.low)) : Math.min(0, ...data.map((bucket) => bucket.mean));
+  const high = Math.max(...data.map((bucket) => (spread ? bucket.high : bucket.mean)));
   const at = (event: PointerEvent) => {
     const bounds = box.current?.getBoundingClientRect();
     const part = bounds ? Math.min(1, Math.max(0, (event.clientX - bounds.left) / bounds.width)) : 0;
@@ -58,7 +60,7 @@ export function Plot({ title, unit, axis, data, onRange }: Props) {
           began.current = null;
         }}
       >
-        <Curve data={data} low={low} high={high} />
+        <Curve data={data} low={low} high={high} spread={spread} />
         {cross !== null && (
           <svg class="cross" viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
             <line x1={xOf(data, cross)} x2={xOf(data, cross)} y1="0" y2={HEIGHT} />
@@ -91,7 +93,7 @@ function xOf(data: Bucket[], x: number): number {
   return ((x - first) / (last - first || 1)) * WIDTH;
 }
 
-const Curve = memo(function curve({ data, low, high }: { data: Bucket[]; low: number; high: number }) {
+const Curve = memo(function curve({ data, low, high, spread }: { data: Bucket[]; low: number; high: number; spread: boolean }) {
   const y = (value: number) => (HEIGHT - 3 - ((value - low) / (high - low || 1)) * (HEIGHT - 6)).toFixed(1);
   const x = (bucket: Bucket) => xOf(data, (bucket.from + bucket.to) / 2).toFixed(1);
   const line = data.map((bucket) => `${x(bucket)},${y(Math.min(high, Math.max(low, bucket.mean)))}`).join(" ");
@@ -99,7 +101,7 @@ const Curve = memo(function curve({ data, low, high }: { data: Bucket[]; low: nu
   const under = data.map((bucket) => `${x(bucket)},${y(bucket.low)}`).reverse();
   return (
     <svg viewBox={`0 0 ${WIDTH} ${HEIGHT}`} preserveAspectRatio="none" aria-hidden="true">
-      <polygon class="band" points={[...over, ...under].join(" ")} />
+      {spread && <polygon class="band" points={[...over, ...under].join(" ")} />}
       <polyline class="line" points={line} />
     </svg>
   );

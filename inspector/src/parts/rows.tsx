@@ -58,7 +58,7 @@ export function Rows(props: Props) {
   const rows: ComponentChild[] = [];
   for (let index = first; index < last; index++) {
     rows.push(
-      <div key={index % pool} class="row-place" role="presentation" style={{ transform: `translateY(${index * height}px)` }}>
+      <div key={index % pool} class="row-place" role="presentation" style={{ top: `${index * height}px`, height: `${height}px` }}>
         {props.row(index)}
       </div>,
     );

@@ -18,9 +18,15 @@ export function SideBySide({ at, a, b, aTitle, bTitle }: Props) {
         <thead>
           <tr>
             <th class="num">token</th>
-            <th colSpan={2}>{aTitle}</th>
+            <th colSpan={2}>
+              {aTitle}
+              {a.from && <span class="muted"> {a.from}</span>}
+            </th>
             <th class="parts" aria-label="equal or not" />
-            <th colSpan={2}>{bTitle}</th>
+            <th colSpan={2}>
+              {bTitle}
+              {b.from && <span class="muted"> {b.from}</span>}
+            </th>
           </tr>
         </thead>
         <tbody>
@@ -28,7 +34,7 @@ export function SideBySide({ at, a, b, aTitle, bTitle }: Props) {
             const equal = a.ids[index] === b.ids[index];
             return (
               <tr key={index} class={equal ? "" : "differs"}>
-                <td class="num">{(a.from ?? at ?? 0) + index}</td>
+                <td class="num">{(at ?? 0) + index}</td>
                 <Side piece={a} index={index} />
                 <td class="parts">{equal ? "=" : "≠"}</td>
                 <Side piece={b} index={index} />
@@ -43,7 +49,7 @@ export function SideBySide({ at, a, b, aTitle, bTitle }: Props) {
 
 function Side({ piece, index }: { piece: Piece; index: number }) {
   const id = piece.ids[index];
-  const text = piece.texts[index];
+  const text = piece.texts?.[index];
   if (id === undefined) return <td colSpan={2} class="muted">-</td>;
   return (
     <>

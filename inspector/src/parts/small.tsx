@@ -16,8 +16,8 @@ export function Reason({ reason, words, open }: { reason: string; words?: string
       <summary>
         <code>{reason}</code>
       </summary>
-      {words && <p>{words}</p>}
-      {text?.means && <p>{text.means}</p>}
+      {words && words !== (text?.meaning ?? text?.means) && <p>{words}</p>}
+      {(text?.meaning ?? text?.means) && <p>{text?.meaning ?? text?.means}</p>}
       {text?.what_to_do && (
         <p>
           <b>What to do:</b> {text.what_to_do}

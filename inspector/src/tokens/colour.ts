@@ -65,16 +65,17 @@ function stepOf(value: number, edges: number[]): number {
 }
 
 function byVersion(store: TokenStore): Scale {
-  const seen = new Set<number>();
-  for (const chunk of store.loaded()) for (const version of chunk.tokens.versions) if (version != null) seen.add(version);
-  const versions = [...seen].sort((a, b) => a - b);
+  const seen = new Set<string>();
+  for (const chunk of store.loaded()) for (const version of chunk.tokens.versions) if (version != null) seen.add(String(version));
+  const versions = [...seen].sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+  const classes = new Map(versions.map((version, index) => [version, `cat-${index % 4}`]));
   return {
     name: "version",
     title: "weight version",
-    legend: versions.map((version) => ({ class: `cat-${version % 4}`, words: String(version) })),
+    legend: [...classes].map(([version, name]) => ({ class: name, words: version })),
     of: (chunk, index) => {
       const version = chunk.tokens.versions[index];
-      return version == null ? "none" : `cat-${version % 4}`;
+      return (version != null && classes.get(String(version))) || "none";
     },
   };
 }

@@ -2,10 +2,10 @@
 import { useLayoutEffect, useMemo, useRef, useState } from "preact/hooks";
 import type { JSX } from "preact";
 import { memo, useSize } from "../hooks";
-import type { Trajectory } from "../api";
 import type { Scale } from "./colour";
 import { kindWords } from "./colour";
 import { CHUNK, Layout, type Chunk, type Line, type TokenStore } from "./store";
+import type { Turns } from "./turns";
 import { source } from "../state";
 
 export const LINE = 22;
@@ -13,7 +13,7 @@ const STEP = 8;
 
 interface Props {
   store: TokenStore;
-  trajectory: Trajectory;
+  turns: Turns;
   scale: Scale;
   selected: number | null;
   marked: ReadonlySet<number>;
@@ -24,7 +24,7 @@ interface Props {
   vertical: { current: (token: number, by: number) => number };
 }
 
-export function TokenPane({ store, trajectory, scale, selected, marked, onSelect, onHover, onView, vertical }: Props) {
+export function TokenPane({ store, turns, scale, selected, marked, onSelect, onHover, onView, vertical }: Props) {
   const box = useRef<HTMLDivElement>(null);
   const probe = useRef<HTMLSpanElement>(null);
   const size = useSize(box);
@@ -34,7 +34,7 @@ export function TokenPane({ store, trajectory, scale, selected, marked, onSelect
   useLayoutEffect(() => setLetter((probe.current?.getBoundingClientRect().width ?? 0) / 100), [size.width]);
   const gutter = size.width < 600 ? 8 : 70;
   const columns = letter ? Math.max(12, Math.floor((size.width - gutter - 24) / letter)) : 0;
-  const layout = useMemo(() => new Layout(store, columns || 80), [store, columns]);
+  const layout = useMemo(() => new Layout(store, columns || 80, turns), [store, columns, turns]);
 
   // What is in sight stays in sight when a chunk above turns out longer or shorter than was thought.
   const before = { chunk: layout.chunkAt(Math.floor(top / LINE)), starts: layout.startOf(layout.chunkAt(Math.floor(top / LINE))) };
@@ -63,11 +63,12 @@ export function TokenPane({ store, trajectory, scale, selected, marked, onSelect
     const { line, exact } = layout.lineOf(sought.current);
     const y = line * LINE;
     if (y < element.scrollTop + LINE || y + 2 * LINE > element.scrollTop + element.clientHeight) {
-      const far = Math.abs(y - element.scrollTop) > 2 * element.clientHeight;
       const above = y < element.scrollTop + LINE;
+      const far = (above ? element.scrollTop - y : y - element.scrollTop - element.clientHeight) > 4 * LINE;
       element.scrollTop = far ? y - element.clientHeight / 3 : above ? y - LINE : y + 2 * LINE - element.clientHeight;
     }
     if (exact) sought.current = null;
+    if (element.scrollTop !== top) setTop(element.scrollTop);
   };
   useLayoutEffect(() => {
     sought.current = selected;
@@ -90,8 +91,11 @@ export function TokenPane({ store, trajectory, scale, selected, marked, onSelect
   const first = Math.max(0, Math.floor(top / LINE / STEP) * STEP - STEP);
   const last = Math.min(layout.count, first + Math.ceil(size.height / LINE) + 3 * STEP);
   useLayoutEffect(() => {
-    if (columns === 0) return;
-    for (let chunk = layout.chunkAt(first); chunk <= layout.chunkAt(Math.max(first, last - 1)); chunk++) store.want(chunk);
+    const element = box.current;
+    if (columns === 0 || !element) return;
+    const line = Math.floor(element.scrollTop / LINE); // where it is now, be it drawn or not
+    const end = layout.chunkAt(line + Math.ceil(size.height / LINE) + STEP);
+    for (let chunk = layout.chunkAt(Math.max(0, line - STEP)); chunk <= end; chunk++) store.want(chunk);
   });
   const onScroll = () => {
     const element = box.current;
@@ -111,9 +115,9 @@ export function TokenPane({ store, trajectory, scale, selected, marked, onSelect
     const found = layout.line(index);
     const inside = selected !== null && found && !found.line.heading && selected >= found.line.from && selected < found.line.to;
     lines.push(
-      <div key={index % pool} class="line-place" role="presentation" style={{ transform: `translateY(${index * LINE}px)` }}>
+      <div key={index % pool} class="line-place" role="presentation" style={{ top: `${index * LINE}px` }}>
         {found ? (
-          <TokenLine {...found} scale={scale} selected={inside ? selected : null} trajectory={trajectory} marked={marked} />
+          <TokenLine {...found} scale={scale} selected={inside ? selected : null} turns={turns} marked={marked} />
         ) : (
           <div class="line-waiting" aria-hidden="true" />
         )}
@@ -166,23 +170,32 @@ interface LineProps {
   line: Line;
   scale: Scale;
   selected: number | null;
-  trajectory: Trajectory;
+  turns: Turns;
   marked: ReadonlySet<number>;
 }
 
-const TokenLine = memo(function tokenLine({ chunk, line, scale, selected, trajectory, marked }: LineProps) {
-  const at = line.from - chunk.from;
+const TokenLine = memo(function tokenLine({ chunk, line, scale, selected, turns, marked }: LineProps) {
   if (line.heading) {
-    const call = chunk.tokens.calls[at] ?? -1;
-    const kind = source.peek()?.kinds[chunk.tokens.kinds[at] ?? -1];
+    const turn = turns.headings.get(line.from);
+    const kind = source.peek()?.kinds[chunk.tokens.kinds[line.from - chunk.from] ?? -1];
     return (
       <div class="heading" role="presentation">
-        <span>{call < 0 ? "prompt" : `call ${trajectory.calls[call] ?? call}`}</span>
-        {call >= 0 && <span class="muted">{kindWords(kind)}</span>}
+        <span>{turn ? `turn ${turns.all.indexOf(turn) + 1}` : "prompt"}</span>
+        {turn && <span class="muted">{kindWords(kind)}</span>}
+        {turn && <code class="muted">{turn.call}</code>}
       </div>
     );
   }
   const spans: JSX.Element[] = [];
+  const before = line.from - chunk.from - 1;
+  const tail = turns.headings.has(line.from) ? undefined : chunk.tails.get(before);
+  if (tail !== undefined) {
+    spans.push(
+      <span data-t={line.from - 1} aria-hidden="true" class={`t ${scale.of(chunk, before)}`}>
+        {tail}
+      </span>,
+    );
+  }
   for (let token = line.from; token < line.to; token++) {
     const index = token - chunk.from;
     const on = token === selected;

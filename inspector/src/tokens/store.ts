@@ -1,10 +1,11 @@
 // The tokens of a trajectory in chunks, read when they come in sight, and how they break into lines.
 //
-// Invariant: a chunk begins a line, a call begins a line, and a line break in a token ends one. So how a chunk breaks
-// depends on nothing but the chunk, the last token before it and the width; of a chunk that was not read yet, the number of lines is estimated.
+// Invariant: a chunk begins a line, so does a turn, and a line break in a token ends one. So how a chunk breaks depends on
+// nothing but the chunk, the turns and the width; of a chunk that was not read yet, the number of lines is estimated.
 import { signal } from "@preact/signals";
 import { get, pathOf, type Tokens } from "../api";
-import { columnsOf, shown } from "../format";
+import { columnsOf, shown, visible } from "../format";
+import type { Turns } from "./turns";
 
 export const CHUNK = 2048;
 const KEPT = 96; // chunks in memory: about 200,000 tokens
@@ -12,11 +13,14 @@ const KEPT = 96; // chunks in memory: about 200,000 tokens
 export interface Chunk {
   from: number;
   tokens: Tokens;
+  /** What stands for a token in its line: up to its last line break, if it has one. */
   shown: string[];
+  /** What follows a token's last line break, and begins the next line: indentation, as a rule. */
+  tails: Map<number, string>;
   columns: Uint16Array;
 }
 
-/** A line of tokens; `call`: the line is the heading of what begins there. */
+/** A line of tokens; or the heading of what begins there. */
 export interface Line {
   from: number;
   to: number;
@@ -73,9 +77,16 @@ export class TokenStore {
   }
 
   private keep(index: number, tokens: Tokens): void {
-    const texts = tokens.ids.map((_, at) => shown(tokens.texts[at] ?? null));
+    const tails = new Map<number, string>();
+    const texts = tokens.ids.map((_, at) => {
+      const text = tokens.texts[at] ?? null;
+      const end = text === null ? -1 : text.lastIndexOf("\n") + 1;
+      if (text === null || end <= 0 || end === text.length || at === tokens.ids.length - 1) return shown(text);
+      tails.set(at, visible(text.slice(end)));
+      return shown(text.slice(0, end));
+    });
     const columns = Uint16Array.from(texts, (text) => Math.min(columnsOf(text), 0xffff));
-    this.chunks.set(index, { from: index * CHUNK, tokens, shown: texts, columns });
+    this.chunks.set(index, { from: index * CHUNK, tokens, shown: texts, tails, columns });
     for (const old of this.chunks.keys()) {
       if (this.chunks.size <= KEPT) break;
       if (Math.abs(old - index) > 2) this.chunks.delete(old);
@@ -91,6 +102,7 @@ export class Layout {
   constructor(
     private readonly store: TokenStore,
     private readonly columns: number,
+    private readonly turns: Turns,
   ) {
     this.refresh();
   }
@@ -101,7 +113,7 @@ export class Layout {
     let tokens = 0;
     for (let index = 0; index < this.store.chunkCount; index++) {
       const chunk = this.store.chunk(index);
-      if (chunk && !this.lines.has(index)) this.lines.set(index, broken(chunk, this.columns));
+      if (chunk && !this.lines.has(index)) this.lines.set(index, broken(chunk, this.columns, this.turns));
       const lines = this.lines.get(index);
       if (lines) {
         known += lines.length;
@@ -160,7 +172,7 @@ export class Layout {
   }
 }
 
-function broken({ from, tokens, columns }: Chunk, width: number): Line[] {
+function broken({ from, tokens, columns, tails }: Chunk, width: number, turns: Turns): Line[] {
   const lines: Line[] = [];
   let begin = 0;
   let used = 0;
@@ -171,13 +183,15 @@ function broken({ from, tokens, columns }: Chunk, width: number): Line[] {
   };
   for (let at = 0; at < columns.length; at++) {
     const size = (columns[at] ?? 0) + 0.25; // the gap between tokens
-    const begins = at === 0 ? from === 0 : tokens.calls[at] !== tokens.calls[at - 1];
-    if (begins) {
+    if (turns.headings.has(from + at)) {
       end(at);
       lines.push({ from: from + at, to: from + at, heading: true });
     } else if (used + size > width) end(at);
     used += size;
-    if (tokens.texts[at]?.includes("\n")) end(at + 1);
+    if (tokens.texts[at]?.includes("\n")) {
+      end(at + 1);
+      used = columnsOf(tails.get(at) ?? "");
+    }
   }
   end(columns.length);
   return lines;

@@ -1,7 +1,7 @@
 // A call as its agent saw it: the conversation before it, its answer, what was asked of the engine.
 import { useState } from "preact/hooks";
 import { get, pathOf, type Annotation, type Call, type CallDetail, type Message, type Trajectory } from "../api";
-import { count, seconds, time } from "../format";
+import { count, readable, seconds, time } from "../format";
 import { useLoad } from "../hooks";
 import { NoteForm, NoteList } from "../parts/notes";
 import { CopyLink, Fact, Problem, Reason, Waiting } from "../parts/small";
@@ -35,12 +35,22 @@ export function Conversation({ rollout, call, trajectories, notes, addNote }: Pr
       ) : (
         call.link.words && <p class="muted">{call.link.words}</p>
       )}
+      {call.excluded && (
+        <div class="excluded">
+          Not trained: <Reason reason={call.excluded} words={call.excluded_words} />
+        </div>
+      )}
+      {data?.notes?.map((note, index) => (
+        <p key={index} class="muted">
+          {typeof note === "string" ? note : note.words}
+        </p>
+      ))}
       <dl class="facts">
         <Fact name="prompt">{count(call.prompt_tokens)}</Fact>
         <Fact name="supplied">{count(call.supplied_tokens)}</Fact>
         <Fact name="generated">{count(call.generated_tokens)}</Fact>
         <Fact name="finish">{call.finish}</Fact>
-        <Fact name="weights">{count(call.weight_version)}</Fact>
+        <Fact name="weights">{call.weight_version}</Fact>
         <Fact name="took">{seconds(call.seconds)}</Fact>
         <Fact name="began">{time(call.started_at)}</Fact>
         <Fact name="dialect">{call.dialect}</Fact>
@@ -68,7 +78,7 @@ function Places({ rollout, call, trajectories }: { rollout: string; call: string
       {trajectories.map((trajectory, number) => {
         const at = trajectory.calls.indexOf(call);
         if (at < 0) return null;
-        const token = trajectory.segments?.find((segment) => segment[2] === at)?.[0];
+        const token = trajectory.generated?.[call]?.[0];
         const hash = token === undefined ? link.trajectory(rollout, number) : link.token(rollout, number, token);
         return (
           <a key={number} class="button" href={hash}>
@@ -114,10 +124,11 @@ function One({ message }: { message: Message }) {
           <Text text={message.reasoning} short={false} />
         </details>
       )}
+      {message.text == null && message.tokens != null && <p class="muted">{count(message.tokens)} tokens; their text needs the tokenizer</p>}
       {message.text && <Text text={message.text} short={old || message.role === "tool"} />}
       {message.tool_calls?.map((call, index) => (
         <div key={index} class="tool-call">
-          <b>{call.name}</b> <code>{call.arguments}</code>
+          <b>{call.name}</b> <code>{readable(call.arguments)}</code>
         </div>
       ))}
     </article>
@@ -134,7 +145,7 @@ function Text({ text, short }: { text: string; short: boolean }) {
   const cut = !whole && text.length > limit;
   return (
     <>
-      <pre class="text">{cut ? text.slice(0, limit) : text}</pre>
+      <pre class="text">{readable(cut ? text.slice(0, limit) : text)}</pre>
       {cut && (
         <button type="button" class="quiet" onClick={() => setWhole(true)}>
           Show all {count(text.length)} characters

@@ -3,7 +3,7 @@ import { useEffect, useMemo, useRef, useState } from "preact/hooks";
 import { get, type Columns, type Series } from "../api";
 import { count } from "../format";
 import { useKeys, usePoll } from "../hooks";
-import { buckets, choices, filtered, MEASURES, NO_FILTER, sorted, type Bucket, type Filter } from "../job-rows";
+import { buckets, choices, filtered, MEASURES, newest, NO_FILTER, sorted, type Bucket, type Filter } from "../job-rows";
 import { Plot } from "../parts/plot";
 import { Problem, Waiting } from "../parts/small";
 import { go, link, replace } from "../route";
@@ -34,10 +34,15 @@ function queryOf(filter: Filter, sort: string, down: boolean): string {
 
 export function JobView({ query }: { query: URLSearchParams }) {
   useEffect(() => void loadJob(), []);
-  usePoll(loadJob, 2000, source.value?.live ?? false);
   const all = job.value;
+  usePoll(loadJob, 2000, (source.value?.live ?? false) || (all?.reading ?? false));
   if (all === null) return jobError.value ? <Problem error={jobError.value} /> : <Waiting what="the rollouts" />;
-  return <Loaded columns={all.columns} query={query} />;
+  return (
+    <>
+      {jobError.value && <Problem error={jobError.value} />}
+      <Loaded columns={all.columns} query={query} />
+    </>
+  );
 }
 
 function Loaded({ columns, query }: { columns: Columns; query: URLSearchParams }) {
@@ -51,7 +56,7 @@ function Loaded({ columns, query }: { columns: Columns; query: URLSearchParams }
   const rows = useMemo(() => {
     const key = SORT_KEYS[sort];
     const kept = filtered(columns, filter);
-    return key ? sorted(kept, columns[key], down) : kept;
+    return key ? sorted(kept, columns[key], down) : newest(kept, columns);
   }, [columns, filter, sortBy]);
   const change = (next: Partial<Filter>) => {
     setAt(0);
@@ -153,12 +158,13 @@ interface Drawn {
   title: string;
   unit: string;
   axis: "time" | "step";
+  spread: boolean;
   data: Bucket[];
 }
 
 /** Drawn after the table is there, one measure at a time, so that neither waits for the other. */
 function Plots({ columns, onRange }: { columns: Columns; onRange: (from: number, to: number) => void }) {
-  const [drawn, setDrawn] = useState<Drawn[]>([]);
+  const [drawn, setDrawn] = useState<Drawn[] | null>(null);
   const [trainer, setTrainer] = useState<Drawn[]>([]);
   useEffect(() => {
     let left = MEASURES.slice();
@@ -182,7 +188,8 @@ function Plots({ columns, onRange }: { columns: Columns; onRange: (from: number,
             name,
             title: one.title || name,
             unit: one.unit ?? "",
-            axis: "step",
+            spread: false,
+            axis: one.axis === "time" ? "time" : "step",
             data: buckets(one.x, one.y, Math.min(60, one.x.length)),
           })),
         ),
@@ -190,7 +197,8 @@ function Plots({ columns, onRange }: { columns: Columns; onRange: (from: number,
     );
   }, []);
   const [open] = useState(localStorage.getItem(FOLDED) !== "yes" && window.innerHeight > 600);
-  if (drawn.length === 0) return <div class="plots-place" />;
+  if (drawn === null) return <div class="plots-place" />;
+  if (drawn.length + trainer.length === 0) return null;
   return (
     <details
       class="plots"

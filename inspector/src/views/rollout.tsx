@@ -6,13 +6,13 @@ import { useKeys, usePoll, useStable } from "../hooks";
 import { useNotes } from "../parts/notes";
 import { Fact, Problem, Reason, State, Waiting } from "../parts/small";
 import { go, link, permanent, replace } from "../route";
-import { copy, source } from "../state";
+import { copy } from "../state";
 import { Conversation } from "./conversation";
 import { Tree } from "./tree";
 
 /** What was known, with the calls that are new or changed. */
 function grown(before: Rollout, news: Rollout): Rollout {
-  if (news.calls.length === 0) return { ...news, calls: before.calls };
+  if (news.unchanged || news.calls.length === 0) return { ...before, cursor: news.cursor, state: news.state };
   const calls = new Map<string, Call>(before.calls.map((call) => [call.call, call]));
   for (const call of news.calls) calls.set(call.call, call);
   return { ...news, calls: [...calls.values()].sort((a, b) => a.number - b.number) };
@@ -39,7 +39,7 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
   const live = data?.state === "live";
   usePoll(load, 1000, live);
   useEffect(() => {
-    if (!source.value?.shows.trajectories || data === null || live) return;
+    if (data === null || live) return;
     get<Trajectory[]>(`${path}/trajectories`).then(setTrajectories, () => setTrajectories([]));
   }, [data === null, live]);
 
@@ -78,8 +78,8 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
               rollout={rollout}
               call={shownCall}
               trajectories={trajectories}
-              notes={notes.filter((note) => note.call === shownCall.call && note.token === null)}
-              addNote={(note) => add({ call: shownCall.call, token: null, note })}
+              notes={notes.filter((note) => note.call === shownCall.call && note.token == null)}
+              addNote={(note) => add(shownCall.call, null, note)}
             />
           )}
           {calls.length === 0 && <p class="waiting">No call yet.</p>}
@@ -93,7 +93,7 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
 function trajectoryOf(rollout: string, trajectories: Trajectory[], call: Call | undefined): string {
   for (const [number, trajectory] of trajectories.entries()) {
     const at = call ? trajectory.calls.indexOf(call.call) : -1;
-    const token = at < 0 ? undefined : trajectory.segments?.find((segment) => segment[2] === at)?.[0];
+    const token = call && trajectory.generated?.[call.call]?.[0];
     if (token !== undefined) return link.token(rollout, number, token);
     if (at >= 0) return link.trajectory(rollout, number);
   }
@@ -123,6 +123,7 @@ function Summary({ data, trajectories }: { data: Rollout; trajectories: Trajecto
         {trajectories.map((trajectory, index) => (
           <a key={index} class="button" href={link.trajectory(data.rollout, index)}>
             Trajectory {index}: {count(trajectory.trained_tokens)} of {count(trajectory.tokens)} tokens trained
+            {trajectory.delivered === false && <i class="muted"> · not delivered</i>}
             {trajectory.splits.length > 0 && <b> · {trajectory.splits.length} {trajectory.splits.length === 1 ? "split" : "splits"}</b>}
           </a>
         ))}

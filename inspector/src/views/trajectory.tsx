@@ -1,6 +1,6 @@
 // A trajectory: its tokens, coloured by one measure; one token's facts beside them; where links were split.
 import { useMemo, useRef, useState } from "preact/hooks";
-import { get, pathOf, type Segment, type Trajectory } from "../api";
+import { get, pathOf, type Trajectory } from "../api";
 import { count, number } from "../format";
 import { useKeys, useLoad, useStable } from "../hooks";
 import { useNotes } from "../parts/notes";
@@ -13,6 +13,7 @@ import { Overview } from "../tokens/overview";
 import { TokenPane } from "../tokens/pane";
 import { TokenPanel } from "../tokens/panel";
 import { TokenStore } from "../tokens/store";
+import { Turns } from "../tokens/turns";
 
 interface Props {
   rollout: string;
@@ -68,7 +69,8 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
   const [hovered, setHovered] = useState<number | null>(null);
   const [view, setView] = useState<[number, number]>([0, 0]);
   const vertical = useRef((at: number, by: number) => at + by);
-  const segments = one.segments ?? [];
+  const turns = useMemo(() => new Turns(one), [one]);
+  const segments = useMemo(() => one.segments ?? turns.segments(source.value?.kinds ?? []), [one, turns]);
   const version = store.version.value;
   const names = scaleNames(store);
   // Its steps are those of what was read when it was chosen: they do not move while one scrolls.
@@ -94,8 +96,8 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
     PageUp: () => select(vertical.current(here, -20)),
     Home: () => select(0),
     End: () => select(one.tokens - 1),
-    "]": () => select(turn(segments, here, 1) ?? here),
-    "[": () => select(turn(segments, here, -1) ?? here),
+    "]": () => select(turns.after(here)?.from ?? here),
+    "[": () => select(turns.before(here)?.from ?? here),
     n: () => toHit(1),
     N: () => toHit(-1),
     m: () => setMode(names[(names.indexOf(mode) + 1) % names.length] ?? "kind"),
@@ -103,9 +105,10 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
     c: () => void copy(permanent(selected === null ? link.trajectory(rollout, index) : link.token(rollout, index, selected))),
   });
   const { notes, add } = useNotes(rollout);
-  const marked = useMemo(() => new Set(notes.map((note) => tokenOf(one, segments, note.call, note.token)).filter((at) => at !== null)), [notes, one]);
+  const marked = useMemo(() => new Set(notes.map((note) => turns.tokenOf(note.call, note.token ?? null)).filter((at) => at !== null)), [notes, turns]);
   const shown = hovered ?? selected;
-  const place = shown === null ? null : placeOf(one, segments, shown);
+  const inside = shown === null ? undefined : turns.at(shown);
+  const place = shown === null || !inside ? null : { call: inside.call, token: shown - inside.from };
   return (
     <>
       <div class="toolbar">
@@ -127,7 +130,7 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
       <div class="panes">
         <TokenPane
           store={store}
-          trajectory={one}
+          turns={turns}
           scale={scale}
           selected={selected}
           marked={marked}
@@ -146,32 +149,12 @@ function TokensView({ rollout, index, one, token }: { rollout: string; index: nu
             passing={hovered !== null && hovered !== selected}
             notes={place ? notes.filter((note) => note.call === place.call && note.token === place.token) : []}
             canNote={place !== null && (source.value?.shows.annotations ?? false)}
-            addNote={(note) => (place ? add({ ...place, note }) : Promise.resolve())}
+            addNote={(note) => (place ? add(place.call, place.token, note) : Promise.resolve())}
           />
         </aside>
       </div>
     </>
   );
-}
-
-/** Where a token of the trajectory stands in what its call generated: notes are kept by that. */
-function placeOf(one: Trajectory, segments: Segment[], token: number): { call: string; token: number } | null {
-  const inside = segments.find(([from, to]) => from <= token && token < to);
-  const call = inside === undefined || inside[2] < 0 ? undefined : one.calls[inside[2]];
-  const first = segments.find((segment) => segment[2] === inside?.[2]);
-  return call === undefined || first === undefined ? null : { call, token: token - first[0] };
-}
-
-function tokenOf(one: Trajectory, segments: Segment[], call: string | null, token: number | null): number | null {
-  const at = call === null ? -1 : one.calls.indexOf(call);
-  const first = at < 0 ? undefined : segments.find((segment) => segment[2] === at);
-  return first === undefined || token === null ? null : first[0] + token;
-}
-
-/** The first token of the turn after, or of the one before. */
-function turn(segments: Segment[], token: number, by: 1 | -1): number | undefined {
-  const starts = segments.filter((segment, at) => segment[2] >= 0 && segment[2] !== segments[at - 1]?.[2]).map((segment) => segment[0]);
-  return by > 0 ? starts.find((at) => at > token) : starts.findLast((at) => at < token);
 }
 
 function Legend({ scale }: { scale: Scale }) {

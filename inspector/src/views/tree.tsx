@@ -15,6 +15,7 @@ export const ROLE: Record<Role, string> = {
   retry: "retry",
   aborted: "aborted",
   unresolved: "unresolved",
+  open: "no record yet",
 };
 
 const LINK: Record<Link["kind"], [string, string]> = {
@@ -81,10 +82,11 @@ const Item = memo(function item({ call, row, width, index, selected, onSelect }:
         <div class="call-line">
           <span class="call-number">{call.number}</span>
           {call.role !== "main" && call.role !== "only" && <span class={`role`}>{ROLE[call.role]}</span>}
-          <span class="call-preview">{call.preview ? shown(call.preview) : <i>no text</i>}</span>
+          <span class="call-preview">{call.preview ? shown(call.preview) : <i>{call.role === "open" ? "under way, or lost" : "no text"}</i>}</span>
         </div>
         <div class="call-line muted">
           <LinkSign link={call.link} role={call.role} />
+          {call.excluded && <span class="link">not trained: {call.excluded}</span>}
           <span class="call-size">
             {count(call.prompt_tokens)} → {count(call.generated_tokens)} {seconds(call.seconds)}
           </span>
@@ -142,6 +144,7 @@ function Sign({ role, x, y }: { role: Role; x: number; y: number }) {
     case "aborted":
       return <path class="sign cross-out" d={`M${x - 4} ${y - 4} l8 8 m0 -8 l-8 8`} />;
     case "unresolved":
+    case "open":
       return <circle class="sign dashed" cx={x} cy={y} r={4.5} />;
   }
 }
