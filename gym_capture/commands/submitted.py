@@ -46,7 +46,8 @@ _SHOWN: Final = 200
 Address = Annotated[
     str | None,
     typer.Option(
-        help="The cluster: its dashboard (http://head:8265), or as Ray knows it; by default, as Ray finds it."
+        "--ray-address",
+        help="The cluster: its dashboard (http://head:8265), or as Ray knows it; by default, as Ray finds it.",
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="What `submit` printed.")]
@@ -238,7 +239,8 @@ def _asking(address: str | None) -> Iterator[Any]:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         if address is not None and os.environ.get(name, address) != address:
-            raise ConfigError(f"{name} is {os.environ[name]}, which Ray takes instead of --address {address}: unset it")
+            taken = f"{name} is {os.environ[name]}, which Ray takes instead of --ray-address {address}: unset it"
+            raise ConfigError(taken)
     where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if where.startswith(("http://", "https://")):

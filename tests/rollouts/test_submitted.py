@@ -62,7 +62,7 @@ class Commands:
 
     async def __call__(self, *words: str, code: int = 0) -> str:
         """What it printed; of one that fails, what it said."""
-        ended = await asyncio.to_thread(_code_of, ["rollouts", *words, "--address", self.address])
+        ended = await asyncio.to_thread(_code_of, ["rollouts", *words, "--ray-address", self.address])
         said = self.capsys.readouterr()
         assert ended == code, said
         return said.err if code else said.out
