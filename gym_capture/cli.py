@@ -92,6 +92,10 @@ COMMANDS: tuple[Command, ...] = (
         *("records", "records", LOOK, "List, verify and export the records that a graph keeps.", True),
         renamed={"--rollouts": "--rollout"},
     ),
+    Command("ui", "ui", LOOK, "Look into records and trajectories in a browser: every token, why it was trained."),
+    Command(
+        "inspect", "inspect", LOOK, "Look into one rollout in the terminal: its calls as a tree, its trajectories."
+    ),
     Command("explain", "explain", LOOK, "Explain a reason: why something was masked, excluded or not continued."),
     Command("doctor", "doctor", CHECK, "Check this machine, its Ray environment and a model: what to mend, and how."),
     Command("check-configs", "check_configs", CHECK, "Validate Serve configurations and job files, misspelt keys too."),

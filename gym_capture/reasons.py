@@ -600,6 +600,15 @@ class NotRescoredReason(Reason):
     )
 
 
+class TokenReason(Reason):
+    """A generated id that carries no loss where it is shown, and is not lost."""
+
+    TRAINED_ELSEWHERE = (
+        "trained_elsewhere",
+        "Several chains share the generation, and another one of them trains it: each id is trained once.",
+    )
+
+
 class Kind(NamedTuple):
     """Reasons that are found in one place."""
 
@@ -626,6 +635,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind("attempt", "Failed attempts", "`rollouts.jsonl`, `mask_reasons` (behind `incomplete`)", AttemptFailure),
     Kind("left_out", "Rollouts that a step left out", "`train`, `train-step` (`left out`)", LeftOutReason),
     Kind("not_rescored", "Log probabilities that were not checked", "`verify-logprobs`", NotRescoredReason),
+    Kind("token", "Tokens that another chain trains", "`gym-capture ui`", TokenReason),
 )
 
 

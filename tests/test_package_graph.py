@@ -33,12 +33,13 @@ MAY_IMPORT: Final[Mapping[str, Set[str]]] = {
     "conformance": {CORE, "capture", "engines"},
     "rollouts": {CORE, "cluster"},
     "data": {CORE, "capture", "lineage", "build", "cluster", "stores"},
-    "serving": {CORE, "capture", "lineage", "splice", "cluster", "dialects", "engines", "stores"},
+    "inspector": {CORE, "capture", "build", "stores", "rollouts", "data"},
+    "serving": {CORE, "capture", "lineage", "splice", "cluster", "dialects", "engines", "stores", "inspector"},
     "trainer_bridge": {CORE, "capture", "build", "data"},
     "demo": {CORE, "capture", "cluster", "data", "rollouts", "serving", "trainer_bridge"},
     "commands": {
-        *(CORE, "capture", "splice", "build", "cluster", "conformance", "data", "demo", "engines", "rollouts"),
-        *("serving", "stores", "trainer_bridge"),
+        *(CORE, "capture", "splice", "build", "cluster", "conformance", "data", "demo", "engines", "inspector"),
+        *("rollouts", "serving", "stores", "trainer_bridge"),
     },
     # It finds the commands by their names, so that one command loads one module.
     "cli": {CORE},

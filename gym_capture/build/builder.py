@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from gym_capture.build.merge import NO_PARENT, Forest, UniqueCalls, link, unique_calls
 from gym_capture.build.side_calls import SideCallRules, side_calls
@@ -114,8 +114,16 @@ class BuiltRollout:
     """Sorted by call id."""
 
 
-def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRollout:
-    """The trajectories of one rollout. Pure: equal snapshots give equal results; never raises on data."""
+class Placed(NamedTuple):
+    """The calls of a rollout, those without loss, and the place of each."""
+
+    calls: UniqueCalls
+    without_loss: Mapping[int, Reason]
+    forest: Forest
+
+
+def placed(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> Placed:
+    """What `build` begins with, also for whoever shows calls that are not trained: each under its proven parent."""
     calls = unique_calls(snapshot.rollout_id, snapshot.records)
     without_loss = _without_loss(calls.entries, options.side_calls)
     forest = link(
@@ -124,6 +132,17 @@ def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRo
         elsewhere=_not_parents(calls),
         vocab_size=options.vocab_size,
     )
+    return Placed(calls, without_loss, forest)
+
+
+def build(snapshot: Snapshot, options: BuildOptions = BuildOptions()) -> BuiltRollout:
+    """The trajectories of one rollout. Pure: equal snapshots give equal results; never raises on data."""
+    return build_placed(snapshot, placed(snapshot, options), options)
+
+
+def build_placed(snapshot: Snapshot, calls_placed: Placed, options: BuildOptions = BuildOptions()) -> BuiltRollout:
+    """As `build`, of what `placed` gave for the same snapshot and options."""
+    calls, without_loss, forest = calls_placed
     unused, retries_unresolved = _settle_retries(forest, without_loss)
     excluded = {**without_loss, **unused, **forest.unplaced}
     paths = _Paths(forest, excluded)

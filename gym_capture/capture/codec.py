@@ -169,6 +169,11 @@ def peek_entry(data: bytes) -> EntryKey:
     return EntryKey(rollout_id, call_id, digest, _peek_counts(header))
 
 
+def peek_time(data: bytes) -> float:
+    """When the record was made, in Unix seconds. Raises as `peek_entry`."""
+    return _read_prefix(data)[2]
+
+
 def _peek_counts(header: Mapping[str, Any]) -> CallCounts:
     try:
         (generated,) = (shape[0] for name, _, shape in header["arrays"] if name == "generation_token_ids")

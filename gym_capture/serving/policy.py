@@ -23,6 +23,7 @@ from gym_capture.serving.call_service import CallService
 from gym_capture.serving.config import GraphArgs, Limits
 from gym_capture.serving.draining import ServeReplica, end_in_order
 from gym_capture.serving.gateway import build_gateway
+from gym_capture.serving.inspection import add_inspector
 from gym_capture.serving.live import LiveCalls
 from gym_capture.serving.state import connect, start_shards
 from gym_capture.serving.weights_actor import CoordinatorClient, start_coordinator
@@ -61,6 +62,8 @@ class Policy:
             engine_args=args.engine_args,
         )
         self._args = args
+        self._state = state
+        self._loop = asyncio.get_running_loop()
         self._engine = engine
         self._limits = Limits()
         self._admission = Admission(running=self._limits.running_calls, waiting=self._limits.waiting_calls)
@@ -106,6 +109,15 @@ class Policy:
             body_timeout_s=self._args.body_timeout_s,
             keyring=self._keyring,
         )
+        if self._state is not None:
+            add_inspector(
+                app,
+                self._state,
+                model=self._args.model,
+                model_name=self._engine.model.name,
+                keyring=self._keyring,
+                loop=self._loop,
+            )
         if self._weights is not None:
             add_weight_routes(app, self._coordinator, check_health=self._service.check_health, keyring=self._keyring)
         return app

@@ -179,12 +179,15 @@ def read_segment_header(data: bytes) -> SegmentHeader | None:
     return None
 
 
-def scan_segment(data: bytes, header: SegmentHeader, *, payloads: bool = True) -> Iterator[Frame | Damage]:
+def scan_segment(
+    data: bytes, header: SegmentHeader, *, payloads: bool = True, begin: int = SEGMENT_HEADER_BYTES
+) -> Iterator[Frame | Damage]:
     """All frames of a segment in order, and what lies between them and cannot be read.
 
     Behind damage it goes on at the next readable frame. Without `payloads` those of frames are checked and left out.
+    `begin`: where in `data` the first frame stands, as of the end of a segment without its beginning.
     """
-    offset = SEGMENT_HEADER_BYTES
+    offset = begin
     while offset < len(data):
         head = _read_head(data, offset, header.seed)
         if head is not None and head.end <= len(data):

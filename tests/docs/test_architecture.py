@@ -11,7 +11,7 @@ from tests.test_package_graph import CORE, MAY_IMPORT
 PICTURE = ROOT / "docs" / "architecture.svg"
 SVG = "{http://www.w3.org/2000/svg}"
 ROW = re.compile(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", re.MULTILINE)
-BESIDE_THE_ROAD = {CORE, "cli", "commands", "cluster", "conformance", "demo"}
+BESIDE_THE_ROAD = {CORE, "cli", "commands", "cluster", "conformance", "demo", "inspector"}
 """What no request and no trajectory goes through."""
 
 

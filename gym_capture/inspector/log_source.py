@@ -1,0 +1,112 @@
+"""The logs of a graph, also while it writes them.
+
+Invariant: as `stores.log_follower`: nothing is changed, no lock is taken.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from gym_capture.capture.outcomes import Outcome
+from gym_capture.data.log_directories import log_directories
+from gym_capture.inspector.from_records import see_records
+from gym_capture.inspector.seen import SeenRollout
+from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source, State
+from gym_capture.stores.log_follower import Followed, LogFollower
+
+_LOCK: Final = "lock"
+_LOCKS: Final = Path("/proc/locks")
+_INODE: Final = 5
+"""The place of device and inode in a line of it."""
+_MIB: Final = 2**20
+
+
+class LogSource(Source):
+    """A log directory, or a directory of some."""
+
+    kind = "log"
+
+    def __init__(self, directory: Path, options: Options = NOTHING_KNOWN) -> None:
+        """Raises `ConfigError` if there is no log in it."""
+        self.directory = directory
+        self.title = str(directory)
+        self.shows = Shows(records=True)
+        self._options = options
+        self._logs = [LogFollower(path) for path in log_directories(directory)]
+        self._seen = [0] * len(self._logs)
+        self._was_live = self.is_live
+
+    @property
+    def is_live(self) -> bool:
+        return any(is_locked(log.directory) for log in self._logs)
+
+    def found(self) -> str:
+        logs = "1 log" if len(self._logs) == 1 else f"{len(self._logs)} logs"
+        size = sum(log.size_bytes() for log in self._logs) / _MIB
+        return f"{logs} of {size:,.1f} MiB in {self.directory}{', which a graph has open' if self.is_live else ''}"
+
+    def look(self) -> Look:
+        is_live = self.is_live
+        if is_live != self._was_live:  # what was under way is not any more, or may be again
+            self._seen = [0] * len(self._logs)
+            self._was_live = is_live
+        changed: list[Basics] = []
+        gone: list[str] = []
+        is_more = False
+        for n, log in enumerate(self._logs):
+            is_more = log.advance() or is_more
+            for rollout_id, rollout in log.rollouts.items():
+                if rollout.changed <= self._seen[n]:
+                    continue
+                if rollout.places or rollout.masking:
+                    changed.append(_basics(rollout_id, rollout, is_live=is_live))
+                else:
+                    gone.append(rollout_id)
+            self._seen[n] = log.looks
+        return Look(changed=changed, gone=gone, is_more=is_more)
+
+    def read(self, rollout_id: str) -> SeenRollout | None:
+        for log in self._logs:
+            frozen = log.read(rollout_id)
+            if frozen is not None:
+                registration = frozen.snapshot.registration
+                return see_records(
+                    frozen.snapshot,
+                    begun=frozen.begun,
+                    special=self._options.special,
+                    input_json=None if registration is None else registration.task,
+                )
+        return None
+
+
+def _basics(rollout_id: str, rollout: Followed, *, is_live: bool) -> Basics:
+    said, outcome = rollout.registration, rollout.outcome
+    return Basics(
+        rollout_id=rollout_id,
+        group=None if said is None else said.group_id,
+        sample=None if said is None else said.sample,
+        state=state_of(outcome, may_grow=is_live),
+        reward=None if outcome is None else outcome.reward,
+        calls=rollout.calls,
+        finished_at=rollout.last_at or None,
+    )
+
+
+def state_of(outcome: Outcome | None, *, may_grow: bool) -> State:
+    """Nobody need say how a rollout ended: one that nobody can add to is over."""
+    if outcome is not None:
+        return State.FINISHED if outcome.failure is None else State.FAILED
+    return State.LIVE if may_grow else State.FINISHED
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a store has the directory open, as the system says it: to try the lock would be to take it."""
+    try:
+        found = (directory / _LOCK).stat()
+        locks = _LOCKS.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return False
+    held = "%02x:%02x:%d" % (os.major(found.st_dev), os.minor(found.st_dev), found.st_ino)  # noqa: UP031 - as the file has it
+    return any(len(words) > _INODE and words[1] == "FLOCK" and words[_INODE] == held for words in map(str.split, locks))

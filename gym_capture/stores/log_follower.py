@@ -1,0 +1,288 @@
+"""An index of a log directory that is kept up while a store writes to it: what an inspector looks into.
+
+Invariant: nothing in the directory is changed and no lock is taken. What is shown of a rollout was durable at some
+moment. Memory holds 24 bytes for each record, and one segment while it is read.
+
+Flow: `advance` reads what was added behind the last look - at most one segment at a time, so that whoever waits sees
+something soon - and notes where the records of each rollout's highest epoch stand -> `read` freezes one rollout, as
+`log_reader` does. A batch that is half written is looked at again later. Where compaction has deleted a segment, what
+was needed of it stands in a later one already: its places are dropped, and all copies say the same facts.
+"""
+
+from __future__ import annotations
+
+import os
+from array import array
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from gym_capture.capture.codec import decode_intent, peek_time
+from gym_capture.capture.facts import Event, Retired
+from gym_capture.capture.outcomes import Outcome, Registration
+from gym_capture.capture.records import RecordProblem, Snapshot
+from gym_capture.capture.rollout_state import RolloutState
+from gym_capture.capture.snapshot_codec import decode_snapshot, join_snapshot
+from gym_capture.errors import GymCaptureError, StoreUnavailableError
+from gym_capture.regular_files import open_regular
+from gym_capture.stores.frames import (
+    SEGMENT_HEADER_BYTES,
+    Damage,
+    Frame,
+    RecordType,
+    SegmentHeader,
+    read_segment_header,
+    scan_segment,
+)
+from gym_capture.stores.log_records import event_of
+from gym_capture.stores.reading import read_record, unreadable
+from gym_capture.stores.recovery import masking
+from gym_capture.stores.segments import Location, SegmentReader, segment_numbers, segment_path
+
+_PLACE: Final = 3
+"""Numbers of a place: segment, offset, size."""
+
+
+@dataclass(slots=True)
+class Followed:
+    """What is noted of the highest epoch of a rollout."""
+
+    epoch: int
+    places: array[int] = field(default_factory=lambda: array("Q"))
+    calls: int = 0
+    """Recorded ones; a copy that compaction made counts once more until its original is gone."""
+    open_calls: set[str] | None = None
+    last_at: float = 0.0
+    """Unix seconds at which its latest record was made."""
+    registration: Registration | None = None
+    outcome: Outcome | None = None
+    masking: tuple[Event, ...] = ()
+    """Facts that stand nowhere: what damage adds."""
+    changed: int = 0
+    """Number of the look at which something of it was new."""
+
+
+class Frozen(NamedTuple):
+    """A rollout, read."""
+
+    snapshot: Snapshot
+    begun: dict[str, float]
+    """When its calls began, in Unix seconds."""
+
+
+@dataclass(slots=True)
+class _Segment:
+    header: SegmentHeader
+    end: int
+    """Where the next look begins."""
+
+
+class LogFollower:
+    """Follows one log directory. One thread at a time changes it (`advance`); any may `read`."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.rollouts: dict[str, Followed] = {}
+        self.looks = 0
+        self.read_bytes = 0
+        self._segments: dict[int, _Segment] = {}
+        self._epoch_floor = 1
+        self._damages: dict[tuple[int, int], tuple[int, Damage]] = {}
+
+    @property
+    def is_damaged(self) -> bool:
+        return bool(self._damages)
+
+    def size_bytes(self) -> int:
+        """Of the log, as it is now."""
+        total = 0
+        for number in segment_numbers(self.directory):
+            try:
+                total += segment_path(self.directory, number).stat().st_size
+            except FileNotFoundError:  # compacted
+                continue
+        return total
+
+    def advance(self) -> bool:
+        """Reads on, one segment at most. Returns whether there may be more that was there already.
+
+        Raises `StoreUnavailableError` if the directory cannot be read, `CorruptLogError` if a newer version wrote it.
+        """
+        try:
+            numbers = segment_numbers(self.directory)
+            gone = self._segments.keys() - set(numbers)
+            if gone:
+                self._forget(gone)
+            for number in numbers:
+                if self._read_on(number, is_last=number == numbers[-1]):
+                    return True
+        except FileNotFoundError:  # compacted while it was looked at
+            return True
+        except OSError as error:
+            raise StoreUnavailableError(f"the log directory {self.directory} cannot be read: {error}") from error
+        return False
+
+    def read(self, rollout_id: str) -> Frozen | None:
+        """A rollout, frozen; None: nothing is known of it. Raises `GymCaptureError` if it cannot be read now."""
+        rollout = self.rollouts.get(rollout_id)
+        if rollout is None or not (rollout.places or rollout.masking):
+            return None
+        places, masks = rollout.places[:], rollout.masking
+        state = RolloutState(rollout_id, rollout.epoch)
+        records: dict[str, bytes] = {}
+        begun: dict[str, float] = {}
+        problems: list[RecordProblem] = []
+        with closing(SegmentReader(self.directory)) as reader:
+            for location in _locations(places):
+                try:
+                    frame = read_record(reader, location)
+                except FileNotFoundError:
+                    continue  # compacted: its copy stands elsewhere
+                except OSError as error:
+                    raise StoreUnavailableError(f"the log cannot be read: {error}") from error
+                if frame is None:
+                    problems.append(unreadable(location, None))
+                    continue
+                state.apply(event_of(frame))
+                if frame.type is RecordType.COMMITTED:
+                    records[frame.call_id] = frame.payload
+                elif frame.type is RecordType.BEGUN:
+                    begun[frame.call_id] = decode_intent(frame.payload).created_at
+        for event in masks:
+            state.apply(event)
+        frozen = state.freeze()
+        snapshot = replace(frozen.snapshot, problems=(*frozen.snapshot.problems, *problems))
+        return Frozen(decode_snapshot(join_snapshot(snapshot, list(records.values()), frozen.delivery)), begun)
+
+    # reading on
+
+    def _read_on(self, number: int, *, is_last: bool) -> bool:
+        """Whether there was anything new in the segment."""
+        path = segment_path(self.directory, number)
+        known = self._segments.get(number)
+        if known is not None and path.stat().st_size <= known.end:
+            return False
+        fd = open_regular(path)
+        try:
+            header = known.header if known else read_segment_header(os.pread(fd, SEGMENT_HEADER_BYTES, 0))
+            if header is None:
+                if is_last:
+                    return False  # just made
+                self._damaged(number, Damage(0, os.fstat(fd).st_size))
+                self._segments[number] = _Segment(SegmentHeader(0, 0), os.fstat(fd).st_size)
+                return True
+            begin = known.end if known else SEGMENT_HEADER_BYTES
+            data = os.pread(fd, os.fstat(fd).st_size - begin, begin)
+        finally:
+            os.close(fd)
+        if known is None:
+            self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
+        self.looks += 1
+        end = self._note_all(number, begin, data, header, is_last=is_last)
+        self._segments[number] = _Segment(header, end)
+        self.read_bytes += end - begin
+        return end > begin or known is None
+
+    def _note_all(self, number: int, begin: int, data: bytes, header: SegmentHeader, *, is_last: bool) -> int:
+        """Notes whole records; returns where the next look begins: before what is not whole yet."""
+        found = list(scan_segment(data, header, begin=0))
+        if is_last:
+            last_batch = max(
+                (each.offset for each in found if isinstance(each, Frame) and each.starts_batch), default=0
+            )
+            torn = next(
+                (n for n, each in enumerate(found) if isinstance(each, Damage) and each.start >= last_batch), None
+            )
+            found = found[:torn]
+        end = 0
+        for each in found:
+            if isinstance(each, Frame):
+                self._note(each, number, begin)
+                end = each.offset + each.size
+            else:
+                moved = replace(each, start=each.start + begin, end=each.end + begin)
+                self._damaged(number, moved)
+                end = each.end
+        if found and self._damages:
+            self._mask()
+        return begin + end
+
+    def _note(self, frame: Frame, segment: int, begin: int) -> None:
+        self._epoch_floor = max(self._epoch_floor, frame.epoch + 1)
+        rollout = self.rollouts.get(frame.rollout_id)
+        if rollout is None or rollout.epoch < frame.epoch:
+            rollout = self.rollouts[frame.rollout_id] = Followed(frame.epoch)
+        if rollout.epoch != frame.epoch:
+            return
+        rollout.changed = self.looks
+        if frame.type is RecordType.RETIRED:
+            return
+        rollout.places.extend((segment, frame.offset + begin, frame.size))
+        try:
+            self._tell(rollout, frame)
+        except GymCaptureError:
+            return  # whoever reads the rollout is told
+
+    def _tell(self, rollout: Followed, frame: Frame) -> None:
+        match frame.type:
+            case RecordType.BEGUN:
+                rollout.open_calls = (rollout.open_calls or set()) | {frame.call_id}
+            case RecordType.COMMITTED:
+                rollout.calls += 1
+                rollout.last_at = max(rollout.last_at, peek_time(frame.payload))
+                self._over(rollout, frame.call_id)
+            case RecordType.ABANDONED:
+                self._over(rollout, frame.call_id)
+            case RecordType.REGISTERED:
+                rollout.registration = Registration.from_text(frame.payload.decode("utf-8", "surrogatepass"))
+            case RecordType.COMPLETED:
+                rollout.outcome = Outcome.from_text(frame.payload.decode("utf-8", "surrogatepass"))
+
+    @staticmethod
+    def _over(rollout: Followed, call_id: str) -> None:
+        if rollout.open_calls:
+            rollout.open_calls.discard(call_id)
+            rollout.open_calls = rollout.open_calls or None  # an empty set takes more than all else here
+
+    def _forget(self, gone: set[int]) -> None:
+        """Segments were deleted."""
+        for number in gone:
+            del self._segments[number]
+        self._damages = {key: found for key, found in self._damages.items() if key[0] not in gone}
+        for rollout in self.rollouts.values():
+            if any(segment in gone for segment in rollout.places[::_PLACE]):
+                kept = [place for place in _locations(rollout.places) if place.segment not in gone]
+                rollout.places = array("Q", [number for place in kept for number in place])
+
+    def _damaged(self, number: int, damage: Damage) -> None:
+        self._damages[number, damage.start] = (number, damage)
+
+    def _mask(self) -> None:
+        """What damage means for the rollouts, as recovery would say it."""
+        floors = {number: segment.header.epoch_floor for number, segment in self._segments.items()}
+        live = [(name, rollout.epoch) for name, rollout in self.rollouts.items() if rollout.places]
+        found: dict[str, list[Event]] = {}
+        for rollout_id, event in masking(self._damages.values(), floors, self._epoch_floor, live):
+            if isinstance(event, Retired):
+                continue
+            rollout = self.rollouts.setdefault(rollout_id, Followed(event.epoch))
+            if rollout.epoch == event.epoch:
+                found.setdefault(rollout_id, []).append(event)
+        for rollout_id, events in found.items():
+            rollout = self.rollouts[rollout_id]
+            if rollout.masking != tuple(events):
+                rollout.masking = tuple(events)
+                rollout.changed = self.looks
+
+
+def _whole(found: Sequence[Frame | Damage]) -> int:
+    """How many come before a batch that is not whole: damage that no later batch follows."""
+    last = max((n for n, each in enumerate(found) if isinstance(each, Frame) and each.starts_batch), default=0)
+    return next((n for n in range(last, len(found)) if isinstance(found[n], Damage)), len(found))
+
+
+def _locations(places: array[int]) -> Iterator[Location]:
+    numbers = iter(places)
+    return (Location(*place) for place in zip(numbers, numbers, numbers, strict=True))

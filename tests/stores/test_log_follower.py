@@ -1,0 +1,146 @@
+"""What a follower shows of a log is what the store would give, at every moment, and the log stays as it is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from gym_capture.capture.codec import encode_entry
+from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop, Register
+from gym_capture.capture.outcomes import Outcome, Registration
+from gym_capture.conformance import sample_entry, sample_intent
+from gym_capture.errors import StoreUnavailableError
+from gym_capture.stores.log import LogStore
+from gym_capture.stores.log_follower import LogFollower
+from gym_capture.stores.log_reader import LogReader
+from gym_capture.stores.replay import read_segments
+from tests.stores.test_log_reader import ROLLOUTS, write_all
+
+
+def follow(follower: LogFollower) -> LogFollower:
+    while follower.advance():
+        pass
+    return follower
+
+
+def live(follower: LogFollower) -> list[str]:
+    return sorted(name for name, each in follower.rollouts.items() if each.places or each.masking)
+
+
+async def call(store: LogStore, rollout_id: str, call_id: str) -> None:
+    epoch = await store.write(Begin(sample_intent(rollout_id, call_id)))
+    await store.write(Commit(sample_entry(rollout_id, call_id), epoch=epoch))
+
+
+async def check_against(store: LogStore, follower: LogFollower) -> None:
+    assert live(follower) == sorted(await store.rollout_ids())
+    for rollout_id in await store.rollout_ids():
+        frozen, expected = follower.read(rollout_id), await store.freeze(rollout_id)
+        assert frozen is not None
+        snapshot = frozen.snapshot
+        assert (snapshot.snapshot_id, snapshot.version) == (expected.snapshot_id, expected.version)
+        assert (snapshot.incomplete, snapshot.problems) == (expected.incomplete, expected.problems)
+        assert (snapshot.registration, snapshot.outcome) == (expected.registration, expected.outcome)
+        assert sorted(map(encode_entry, snapshot.entries)) == sorted(map(encode_entry, expected.entries))
+        said = follower.rollouts[rollout_id]
+        assert (said.registration, said.outcome) == (expected.registration, expected.outcome)
+
+
+async def test_a_log_is_followed_while_it_is_written(tmp_path: Path) -> None:
+    follower = LogFollower(tmp_path)
+    await write_all(tmp_path)
+    store = await LogStore.open(tmp_path, segment_bytes=2_000)
+    for n in range(12):
+        await call(store, f"r{n % 5}", f"c{n}")
+        if n % 5 == 0:
+            await store.write(Register(f"r{n}", Registration(group_id=f"g{n}")))
+        await check_against(store, follow(follower))
+    before = follower.rollouts["r1"].changed
+    await store.write(Complete("r0", Outcome(reward=1.0)))
+    follow(follower)
+    assert follower.rollouts["r0"].changed > follower.rollouts["r1"].changed == before
+    assert follower.rollouts["r1"].calls == 3
+    await check_against(store, follower)
+    await store.close()
+
+
+async def test_what_is_consumed_is_gone_and_compaction_loses_nothing(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, segment_bytes=4_000)
+    follower = LogFollower(tmp_path)
+    for n in range(30):
+        await call(store, f"r{n}", "c1")
+        await call(store, "stays", f"c{n}")
+    follow(follower)
+    for n in range(30):
+        frozen = await store.freeze(f"r{n}")
+        await store.write(Drop(f"r{n}", frozen.snapshot_id, frozen.version))
+        if n % 10 == 0:
+            follow(follower)
+    numbers = {segment.number for segment in read_segments(tmp_path)}
+    await store.close()
+    store = await LogStore.open(tmp_path, segment_bytes=4_000)
+    await call(store, "new", "c1")
+    assert min(numbers) > 1, "nothing was compacted"
+    follow(follower)
+    assert live(follower) == ["new", "stays"]
+    await check_against(store, follower)
+    await store.write(Clear("stays"))
+    await call(store, "stays", "second")
+    await check_against(store, follow(follower))
+    await store.close()
+
+
+async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -> None:
+    await write_all(tmp_path)
+    *_, last = read_segments(tmp_path)
+    data = last.path.read_bytes()
+    batches = [frame.offset for frame in last.frames if frame.starts_batch]
+    for cut in range(batches[-2] + 1, len(data), 7):
+        follower = LogFollower(tmp_path)
+        last.path.write_bytes(data[:cut])
+        follow(follower)
+        assert not follower.is_damaged
+        last.path.write_bytes(data)
+        follow(follower)
+        for rollout_id in ROLLOUTS:
+            one, other = follower.read(rollout_id), follow(LogFollower(tmp_path)).read(rollout_id)
+            assert (one and one.snapshot.snapshot_id) == (other and other.snapshot.snapshot_id)
+
+
+async def test_damage_masks_what_a_reader_says_it_masks(tmp_path: Path) -> None:
+    await write_all(tmp_path)
+    first = next(iter(read_segments(tmp_path)))
+    data = first.path.read_bytes()
+    for place in range(40, len(data), 97):
+        damaged = bytearray(data)
+        damaged[place] ^= 0xFF
+        first.path.write_bytes(damaged)
+        follower = follow(LogFollower(tmp_path))
+        reader = LogReader(tmp_path)
+        try:
+            assert live(follower) == reader.rollout_ids()
+            for rollout_id in reader.rollout_ids():
+                frozen = follower.read(rollout_id)
+                assert frozen is not None
+                encoded = reader.freeze_encoded(rollout_id)
+                assert f'"{frozen.snapshot.snapshot_id}"'.encode() in encoded
+        finally:
+            reader.close()
+
+
+async def test_nothing_is_changed_and_nothing_is_locked(tmp_path: Path) -> None:
+    await write_all(tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    follow(LogFollower(tmp_path)).read("a")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    store = await LogStore.open(tmp_path)
+    follow(LogFollower(tmp_path))
+    await store.close()
+
+
+def test_a_fifo_among_the_segments_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "segment-0000000001.log")
+    with pytest.raises(StoreUnavailableError, match="is a FIFO"):
+        LogFollower(tmp_path).advance()
