@@ -7,7 +7,8 @@ Flow: prepare the model -> `demo.run` -> table and checks -> exit code.
 
 from __future__ import annotations
 
-import shutil
+import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,7 +37,8 @@ def command(
         Path, typer.Option(help="Serve config of the graph.", exists=True, dir_okay=False, show_default=False)
     ] = CONFIG,
     out: Annotated[
-        Path | None, typer.Option(help="Keep logs, records and trajectories here; an empty or new directory.")
+        Path | None,
+        typer.Option(help="An empty or new directory for logs, records, trajectories; else a temporary one."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures and checks as JSON; the rest goes to stderr.")
@@ -55,7 +57,6 @@ def command(
         as_json = check_json_file(json_file, as_json=as_json)
     directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-demo-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    held = False
     try:
         held = _run(
             console,
@@ -70,10 +71,7 @@ def command(
             json_file=json_file,
         )
     finally:
-        if held and out is None:
-            shutil.rmtree(directory)
-        else:
-            console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
     if not held:
         raise typer.Exit(1)
 
@@ -101,7 +99,7 @@ def _run(
 
     children = ChildProcesses()
     with Phases(console) as phases, children:
-        with phases.phase("prepare the model"):
+        with phases.phase("prepare the model", "made once, then found: half a minute the first time"):
             folder = model_folder(model)
         options = DemoOptions(
             model=folder,
@@ -117,6 +115,7 @@ def _run(
     console.print(table(modes))
     show_checks(console, found)
     write_json(to_json(modes, found), json_file, as_json=as_json)
+    show_way_on(console, directory / "supplied" / "rollouts.jsonl", directory / "records", folder)
     return all(check.held for check in found)
 
 
@@ -132,6 +131,19 @@ def check_json_file(file: Path, *, as_json: bool) -> bool:
         raise ConfigError(f"{file}: there is nothing to name here; --out names a directory")
     Console(stderr=True, soft_wrap=True).print(f"[yellow]warning:[/] --json {escape(str(file))} is now --json > FILE")
     return False
+
+
+def show_way_on(console: Console, rows: Path, records: Path, model: Path) -> None:
+    """How to look into what was just made."""
+    with rows.open(encoding="utf-8") as file:
+        first = json.loads(next(file))["rollout_id"]
+    lines = (
+        f"gym-capture ui {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
+        f"gym-capture inspect {shlex.quote(first)} {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
+    )
+    console.print("Look into it, in a browser or here:")
+    for line in lines:
+        console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
 
 
 def write_json(text: str, file: Path | None, *, as_json: bool) -> None:

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 _CPUS: Final = 8
 """Logical ones of a cluster of its own, at least: room for the engine and a data job."""
+_STARTING: Final = "Ray Serve starts, vLLM loads the model: about a minute for a small one"
 _POLL_S: Final = 0.5
 _CPU_CACHE_GIB: Final = "1"
 _SMALL: Final = ("smollm2", "tiny")
@@ -217,7 +218,10 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
         phases = Phases(console)
         console.print(f"all that Ray and the engine say: {directory}/serve.log")
         with ExitStack() as stack:
-            with phases, phases.phase("serve: load the model, about a minute for a small one") as phase:
+            with (
+                phases,
+                phases.phase("serve", _STARTING) as phase,
+            ):
                 graph = serving(
                     *(children, served),
                     address=address,

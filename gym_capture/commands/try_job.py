@@ -7,7 +7,6 @@ Flow: prepare the model -> `demo.try_job` -> table and checks -> exit code.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.commands.demo import CONFIG, check_json_file, check_out, show_checks, write_json
+from gym_capture.commands.demo import CONFIG, check_json_file, check_out, show_checks, show_way_on, write_json
 
 
 def command(
@@ -33,7 +32,8 @@ def command(
     ] = CONFIG,
     temperature: Annotated[float, typer.Option(min=0.01, help="That the policy is sampled with.")] = 1.0,
     out: Annotated[
-        Path | None, typer.Option(help="Keep logs, records and trajectories here; an empty or new directory.")
+        Path | None,
+        typer.Option(help="An empty or new directory for logs, records, trajectories; else a temporary one."),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the figures and checks as JSON; the rest goes to stderr.")
@@ -51,7 +51,6 @@ def command(
         as_json = check_json_file(json_file, as_json=as_json)
     directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-try-job-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    held = False
     try:
         held = _run(
             console,
@@ -65,10 +64,7 @@ def command(
             json_file=json_file,
         )
     finally:
-        if held and out is None:
-            shutil.rmtree(directory)
-        else:
-            console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
     if not held:
         raise typer.Exit(1)
 
@@ -98,7 +94,7 @@ def _run(
 
     children = ChildProcesses()
     with Phases(console) as phases, children:
-        with phases.phase("prepare the model"):
+        with phases.phase("prepare the model", "made once, then found: half a minute the first time"):
             folder = model_folder(model)
         options = TryOptions(
             job=job_file,
@@ -113,4 +109,5 @@ def _run(
     console.print(table(tried, title=f"{job.harness.name} in {job.environment.name}"))
     show_checks(console, found)
     write_json(to_json(tried, found), json_file, as_json=as_json)
+    show_way_on(console, directory / "job" / "rollouts.jsonl", directory / "records", folder)
     return all(check.held for check in found)
