@@ -16,7 +16,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 .DEFAULT_GOAL := help
 
 .PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
-.PHONY: lint format typecheck bench ui test-ui check-configs contiguity-table reasons-table clean
+.PHONY: test-serve test-ui lint format typecheck bench ui check-configs contiguity-table cli-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -144,6 +144,12 @@ bench: $(READY)  ## all benchmarks, as JSON lines and a table; non-zero exit bel
 
 contiguity-table: $(READY)  ## write docs/contiguity.md again: every chat template at hand, every shape of turn
 	$(BIN)/python -m gym_capture.commands.audit_template > docs/contiguity.md
+
+cli-table: $(READY)  ## write docs/cli.md again: every command and option
+	$(BIN)/python -m gym_capture.commands.reference > docs/cli.md
+
+test-serve: $(READY)  ## `gym-capture serve` from nothing to Ctrl-C and SIGTERM, as a user has it (3 minutes)
+	$(BIN)/python -m pytest -q --disable-warnings tests/commands/served.py $(ARGS)
 
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md

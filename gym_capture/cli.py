@@ -4,11 +4,8 @@ Invariant: only the module of the command that runs is imported, and whatever en
 SIGTERM - unwinds through its `finally` blocks, so that nothing it started stays behind.
 
 Flow: `main` finds the command's name among the arguments -> imports that one module (the others are listed by the
-summary in `COMMANDS`) -> runs it -> turns the outcome into an exit code:
-
-    0  done            1  the command ran, and what it checked did not hold
-    2  a wrong command line, configuration or environment: one line on stderr says what
-    130 / 143  interrupted by Ctrl-C / terminated
+summary in `COMMANDS`) -> runs it -> turns the outcome into one of `EXIT_CODES`. docs/cli.md is the reference:
+`commands/reference.py` writes it.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import FrameType
 from typing import Final, NamedTuple, NoReturn
 
@@ -29,7 +27,27 @@ from rich.markup import escape
 from gym_capture.errors import GymCaptureError
 from gym_capture.extras import how_to_install
 
+_PROGRAM: Final = "gym-capture"
+_COMPLETE: Final = "_GYM_CAPTURE_COMPLETE"
+_PIPE_CLOSED: Final = 141
+EXIT_CODES: Final[Mapping[int, str]] = {
+    0: "done",
+    1: "the command ran, and what it checked, or was to do, did not hold: its `--help` says when",
+    2: "a wrong command line, configuration or environment: one line on stderr says what",
+    130: "interrupted by Ctrl-C",
+    _PIPE_CLOSED: "what read the output has gone, as with `| head`",
+    143: "terminated by SIGTERM",
+}
 _UNWRITABLE: Final = (errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO)
+
+
+SERVE: Final = "Serve a policy"
+ROLL_OUT: Final = "Roll out"
+BUILD: Final = "Build trajectories"
+TRAIN: Final = "Train"
+LOOK: Final = "Look"
+CHECK: Final = "Check"
+"""Panels of `--help`."""
 
 
 class Command(NamedTuple):
@@ -37,33 +55,57 @@ class Command(NamedTuple):
 
     name: str
     module: str
+    panel: str
     summary: str
     is_group: bool = False
     """The module has a `typer.Typer` named `app` instead of a function named `command`."""
+    renamed: Mapping[str, str] = {}
+    """Options by the names that they had before, which still work, with a warning."""
 
 
 COMMANDS: tuple[Command, ...] = (
-    Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
-    Command("try-job", "try_job", "Play a job against a small graph of its own, and check that every token is exact."),
-    Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
-    Command("build-job", "build_job", "Build trajectories on a cluster from a graph's records: the Ray Data job."),
-    Command("export", "export", "Export built trajectories to the files that a trainer reads."),
-    Command("train", "train", "Train the reference GRPO trainer over built trajectories, with checkpoints."),
-    Command("train-step", "train_step", "Train one step of the reference GRPO trainer on built trajectories."),
-    Command("verify-logprobs", "verify_logprobs", "Score recorded generations again, and name the calls that differ."),
-    Command("model", "model", "Prepare a small model folder from a package, without a hub."),
-    Command("build", "build", "Build trajectories from a directory of token captures: Parquet files."),
-    Command("records", "records", "List, verify and export the records that a graph keeps.", is_group=True),
-    Command("ui", "ui", "Look into records and trajectories in a browser: every token, and why it was not trained."),
-    Command("explain", "explain", "Explain a reason: why something was masked, excluded or not continued."),
-    Command("conformance", "conformance", "Put a store of your own through the checks that ours pass."),
     Command(
-        "audit-template", "audit_template", "Show which turns of a chat template are continued from their exact ids."
+        *("demo", "demo", SERVE, "Serve a small model, roll out an agent, build, train one step: a table."),
+        renamed={"--keep": "--out"},
     ),
-    Command("token", "token", "Print the tokens that a server with a secret asks its clients for."),
-    Command("weights", "weights", "Push weights to a graph that serves, and see which it serves.", is_group=True),
-    Command("state", "state", "End the state actors of a stopped graph.", is_group=True),
-    Command("check-configs", "check_configs", "Validate Ray Serve configuration files, misspelt keys included."),
+    Command("serve", "serve", SERVE, "Serve a graph: a Serve config, or a model folder alone. Ctrl-C ends it."),
+    Command("weights", "weights", SERVE, "Push weights to a graph that serves, and see which it serves.", True),
+    Command("state", "state", SERVE, "End the state actors of a stopped graph.", True),
+    Command("token", "token", SERVE, "Print the tokens that a server with a secret asks its clients for."),
+    Command("model", "model", SERVE, "Prepare a small model folder from a package, without a hub."),
+    Command(
+        *("rollouts", "rollouts", ROLL_OUT, "Run rollout jobs against a served policy.", True),
+        renamed={"--address": "--ray-address", "--model": "--model-name"},
+    ),
+    Command(
+        *("try-job", "try_job", ROLL_OUT, "Play a job against a small graph of its own: is every token exact?"),
+        renamed={"--keep": "--out"},
+    ),
+    Command("build", "build", BUILD, "Build from a directory of records or token captures: Parquet files."),
+    Command("build-job", "build_job", BUILD, "Build on a cluster from a graph's records: the Ray Data job."),
+    Command("export", "export", BUILD, "Export built trajectories to the files that a trainer reads."),
+    Command("train", "train", TRAIN, "Train the reference GRPO trainer over built trajectories, with checkpoints."),
+    Command(
+        *("train-step", "train_step", TRAIN, "Train one step of the reference GRPO trainer on built trajectories."),
+        renamed={"--rollouts": "--limit"},
+    ),
+    Command(
+        *("records", "records", LOOK, "List, verify and export the records that a graph keeps.", True),
+        renamed={"--rollouts": "--rollout"},
+    ),
+    Command("ui", "ui", LOOK, "Look into records and trajectories in a browser: every token, why it was trained."),
+    Command(
+        "inspect", "inspect", LOOK, "Look into one rollout in the terminal: its calls as a tree, its trajectories."
+    ),
+    Command("explain", "explain", LOOK, "Explain a reason: why something was masked, excluded or not continued."),
+    Command("doctor", "doctor", CHECK, "Check this machine, its Ray environment and a model: what to mend, and how."),
+    Command("check-configs", "check_configs", CHECK, "Validate Serve configurations and job files, misspelt keys too."),
+    Command("audit-template", "audit_template", CHECK, "Show which turns of a chat template are continued exactly."),
+    Command(
+        *("verify-logprobs", "verify_logprobs", CHECK, "Score recorded generations again, name calls that differ."),
+        renamed={"--rollouts": "--limit"},
+    ),
+    Command("conformance", "conformance", CHECK, "Put a store of your own through the checks that ours pass."),
 )
 
 
@@ -72,9 +114,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     terminated = _terminate_like_an_interrupt()
     try:
-        build_app(arguments)(args=list(arguments), prog_name="gym-capture")
+        app = build_app(_completed_words() or arguments)
+        app(args=_renamed(arguments), prog_name=_PROGRAM)
     except GymCaptureError as error:
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(str(error))}")
+        _print_error(str(error))
         sys.exit(2)
     except ModuleNotFoundError as error:
         missing = how_to_install(error)
@@ -88,8 +131,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         _end_without_output(error)
     except SystemExit as stop:
+        # Typer and rich both end with 1 when a pipe is closed, which is no finding of the command's.
+        if isinstance(stop.__context__, BrokenPipeError):
+            _write_no_more()
+            raise SystemExit(_PIPE_CLOSED) from None
         try:
             sys.stdout.flush()
+        except BrokenPipeError:
+            _write_no_more()
+            raise SystemExit(_PIPE_CLOSED) from None
         except OSError as error:
             if error.errno in _UNWRITABLE:
                 _end_without_output(error)
@@ -98,24 +148,52 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def build_app(arguments: Sequence[str]) -> typer.Typer:
     """The whole command line, with the module of the command that `arguments` name imported and no other."""
+    chosen = _chosen(arguments)
     app = typer.Typer(
         help="Exact token capture for distributed agent rollouts: serve, roll out, build trajectories, train.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
     )
-    chosen = next((argument for argument in arguments if not argument.startswith("-")), None)
     app.callback()(_root)
     for command in COMMANDS:
-        if command.name != chosen:
-            app.command(command.name, help=command.summary)(_listed_only)
+        if command is not chosen:
+            app.command(command.name, help=command.summary, rich_help_panel=command.panel)(_listed_only)
             continue
         module = importlib.import_module(f"gym_capture.commands.{command.module}")
         if command.is_group:
-            app.add_typer(module.app, name=command.name, help=command.summary)
+            app.add_typer(module.app, name=command.name, help=command.summary, rich_help_panel=command.panel)
         else:
-            app.command(command.name)(module.command)
+            app.command(command.name, rich_help_panel=command.panel)(module.command)
     return app
+
+
+def _chosen(arguments: Sequence[str]) -> Command | None:
+    name = next((argument for argument in arguments if not argument.startswith("-")), None)
+    return next((command for command in COMMANDS if command.name == name), None)
+
+
+def _completed_words() -> list[str]:
+    """The words on the line that a shell asks to complete, by the protocol of typer's completion scripts."""
+    if _COMPLETE not in os.environ:
+        return []
+    line = os.environ.get("_TYPER_COMPLETE_ARGS") or os.environ.get("COMP_WORDS", "")
+    return line.split()[1:]
+
+
+def _renamed(arguments: Sequence[str]) -> list[str]:
+    """The command line, with options that have another name today under that name."""
+    command = _chosen(arguments)
+    renamed = {} if command is None else command.renamed
+    words: list[str] = []
+    for word in arguments:
+        option, equals, value = word.partition("=")
+        if option in renamed and "--" not in words:
+            Console(stderr=True, soft_wrap=True, highlight=False).print(
+                f"[yellow]warning:[/] {option} is now {renamed[option]}; the old name will go"
+            )
+            word = renamed[option] + equals + value
+        words.append(word)
+    return words
 
 
 def _root() -> None:
@@ -126,14 +204,22 @@ def _listed_only() -> None:
     """Stands for a command in the listing; the one that runs is never a stand-in."""
 
 
+def _print_error(text: str) -> None:
+    # Where stderr cannot be written either, the exit code still says it.
+    with suppress(OSError):
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}")
+
+
 def _end_without_output(error: OSError) -> NoReturn:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(
-        f"[bold red]error:[/] cannot write the output: {escape(error.strerror or str(error))}"
-    )
-    # What is left in the buffer must not be tried again when the interpreter ends.
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+    _print_error(f"cannot write the output: {error.strerror or error}")
+    _write_no_more()
     sys.exit(2)
+
+
+def _write_no_more() -> None:
+    """What is left in the buffer must not be tried again when the interpreter ends."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), sys.__stdout__.fileno() if sys.__stdout__ else 1)
 
 
 def _terminate_like_an_interrupt() -> Callable[[], bool]:

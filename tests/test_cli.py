@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import pytest
 
 from gym_capture import cli
 
+COMMAND = (sys.executable, "-m", "gym_capture.cli")
 HEAVY = ("ray", "torch", "vllm", "transformers", "pyarrow", "openai", "fastapi")
 
 
@@ -49,6 +51,51 @@ def test_an_unknown_command_is_a_usage_error_that_suggests_the_nearest(capsys: p
     assert "check-configs" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["explain", "--help", "explain no_match"])
+def test_a_reader_that_leaves_is_no_error(command: str) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*COMMAND, *command.split()], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("command", ["explain --json", "--help", "explain no_match"])
+def test_a_full_disk_under_the_output_is_one_line(command: str) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *command.split()], stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (2, "error: cannot write the output: No space left on device\n")
+
+
+def test_a_full_disk_under_stderr_too_leaves_the_exit_code() -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, "explain", "nonsense"], stdout=full, stderr=full, check=False)
+    assert done.returncode == 2
+
+
+def test_an_option_by_its_name_of_before_works_and_is_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["records", "export", "--rollouts=one", "--help"])
+    assert stop.value.code == 0
+    assert "--rollouts is now --rollout" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "found"),
+    [
+        ("gym-capture rec", {"records"}),
+        ("gym-capture records li", {"list"}),
+        ("gym-capture rollouts run --on ", {"here", "ray"}),
+        ("gym-capture build --delivery ma", {"main_chain"}),
+        ("gym-capture explain missing_r", {"missing_reward"}),
+    ],
+)
+def test_a_shell_completes(words: str, found: set[str]) -> None:
+    asked = {"_GYM_CAPTURE_COMPLETE": "complete_bash", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    done = subprocess.run(COMMAND, env=os.environ | asked, capture_output=True, text=True, check=False)
+    assert (set(done.stdout.split()), done.stderr) == (found, "")
+
+
 def with_command(body: str) -> str:
     """A program that runs `gym-capture probe`, whose body is given."""
     return f"""
@@ -62,7 +109,7 @@ def command() -> None:
 module = types.ModuleType("gym_capture.commands.probe")
 module.command = command
 sys.modules[module.__name__] = module
-cli.COMMANDS += (cli.Command("probe", "probe", "probe"),)
+cli.COMMANDS += (cli.Command("probe", "probe", cli.CHECK, "probe"),)
 cli.main(["probe"])
 """
 

@@ -28,7 +28,7 @@ from gym_capture.commands.loading import explained
 from gym_capture.errors import ConfigError
 from gym_capture.models import smollm2_dir, tiny_dir
 from gym_capture.reasons import TemplateRule
-from gym_capture.splice.audit import MESSAGES, SHAPES, audit, audit_messages
+from gym_capture.splice.audit import MESSAGES, SHAPES, Cell, audit, audit_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,14 +65,25 @@ def command(
     kwargs: Annotated[
         str, typer.Option("--chat-template-kwargs", help="JSON object for the template: '{\"enable_thinking\": false}'")
     ] = "{}",
+    as_json: Annotated[bool, typer.Option("--json", help="Print turns and messages as JSON.")] = False,
 ) -> None:
     """Show which turns of a chat template are continued from their exact ids, and which are not, and why.
 
     Exits with 1 if any turn that the template renders cannot be continued.
     """
-    console = Console(soft_wrap=True, highlight=False)
     template = load(locate(target), chat_template, _parse_kwargs(kwargs))
-    cells = audit(template)
+    cells, messages = audit(template), audit_messages(template)
+    if as_json:
+        turns = {name: {"continued": cell.verdict, "detail": cell.detail or None} for name, cell in cells.items()}
+        typer.echo(json.dumps({"target": target, "turns": turns, "messages": messages}))
+    else:
+        _print(target, cells, messages)
+    if any(cell.verdict == "hole" for cell in cells.values()):
+        raise typer.Exit(1)
+
+
+def _print(target: str, cells: Mapping[str, Cell], messages: Mapping[str, Sequence[str] | None]) -> None:
+    console = Console(soft_wrap=True, highlight=False)
     table = Table(title=escape(target), title_justify="left")
     for column in ("turn", "continued", "meaning"):
         table.add_column(column)
@@ -80,14 +91,12 @@ def command(
         meaning = _MEANINGS[cell.verdict] + (f" ({cell.detail})" if cell.detail else "")
         table.add_row(name, f"[{_COLORS[cell.verdict]}]{cell.verdict}[/]", escape(meaning))
     console.print(table)
-    messages = Table(title="messages", title_justify="left")
+    written = Table(title="messages", title_justify="left")
     for column in ("message", "how it is written"):
-        messages.add_column(column)
-    for name, rules in audit_messages(template).items():
-        messages.add_row(name, _written(rules, as_sent="as it was sent", refused="[dim]refused[/]"))
-    console.print(messages)
-    if any(cell.verdict == "hole" for cell in cells.values()):
-        raise typer.Exit(1)
+        written.add_column(column)
+    for name, rules in messages.items():
+        written.add_row(name, _written(rules, as_sent="as it was sent", refused="[dim]refused[/]"))
+    console.print(written)
 
 
 def locate(target: str) -> Path:

@@ -6,14 +6,13 @@ Invariant: the command adds nothing to what `data.directory` does; it only reads
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.build.builder import BuildOptions
-from gym_capture.build.side_calls import SideCallRules
+from gym_capture.commands import building
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.data.directory import build_directory
 
@@ -28,14 +27,8 @@ def command(
         ),
     ],
     out: Annotated[str, typer.Option(help="Directory, or URI of one, for the Parquet files; made if it is not there.")],
-    delivery: Annotated[
-        Literal["main_chain", "all_chains"],
-        typer.Option(help="The chain of calls that generated most, or every chain."),
-    ] = "main_chain",
-    strategy: Annotated[
-        Literal["prefix_merging", "per_request"],
-        typer.Option(help="One sequence for each chain of calls, or one for each call."),
-    ] = "prefix_merging",
+    delivery: building.Delivery = "main_chain",
+    strategy: building.Strategy = "prefix_merging",
     rollouts: Annotated[
         Path | None,
         typer.Option(
@@ -45,31 +38,21 @@ def command(
             dir_okay=False,
         ),
     ] = None,
-    side_model: Annotated[
-        list[str] | None, typer.Option(help="Shell pattern of requested models that are side calls; may be repeated.")
-    ] = None,
-    calibrate: Annotated[
-        bool, typer.Option(help="Whether requested models other than the one that generated most are side calls.")
-    ] = True,
-    scale: Annotated[
-        Literal["none", "population_std", "sample_std", "leave_one_out"],
-        typer.Option(help="What a group's centered rewards are divided by."),
-    ] = "population_std",
-    vocab_size: Annotated[int | None, typer.Option(min=1, help="Mask rollouts with ids from here on.")] = None,
+    side_model: building.SideModel = None,
+    calibrate: building.Calibrate = True,
+    scale: building.Scale = "population_std",
+    vocab_size: building.VocabSize = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Processes; by default one for each CPU.")] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace trajectories that are there.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    overwrite: building.Overwrite = False,
+    as_json: building.AsJson = False,
 ) -> None:
     """Build trajectories from a directory: token captures as NeMo Gym writes them, or the records of a stopped graph.
 
     Writes OUT/part-*.parquet and OUT/_report.json, as build-job does on a cluster. What could not be proven is masked,
     with its reasons, not dropped. Exits with 1 if building failed for every single rollout.
     """
-    options = BuildOptions(
-        strategy=strategy,
-        delivery=delivery,
-        side_calls=SideCallRules(model_patterns=tuple(side_model or ()), self_calibrate=calibrate),
-        vocab_size=vocab_size,
+    options = building.options(
+        strategy=strategy, delivery=delivery, side_model=side_model, calibrate=calibrate, vocab_size=vocab_size
     )
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     requests = None if rollouts is None else listed_rollouts(rollouts, stderr)

@@ -12,7 +12,6 @@ import asyncio
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -20,35 +19,13 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from gym_capture.commands import building
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
     from gym_capture.data.sources import SourceSpec
-
-
-class Strategy(StrEnum):
-    """How calls become sequences."""
-
-    PREFIX_MERGING = "prefix_merging"
-    PER_REQUEST = "per_request"
-
-
-class Delivery(StrEnum):
-    """Which chains of calls are delivered."""
-
-    MAIN_CHAIN = "main_chain"
-    ALL_CHAINS = "all_chains"
-
-
-class AdvantageScale(StrEnum):
-    """How the rewards of a group are compared."""
-
-    NONE = "none"
-    POPULATION_STD = "population_std"
-    SAMPLE_STD = "sample_std"
-    LEAVE_ONE_OUT = "leave_one_out"
 
 
 def command(
@@ -65,36 +42,43 @@ def command(
         typer.Option(help="Records that a stopped graph left. By default: of the running one.", file_okay=False),
     ] = None,
     namespace: Annotated[str, typer.Option(help="Ray namespace of the running graph's state.")] = "gym-capture",
-    strategy: Annotated[Strategy, typer.Option()] = Strategy.PREFIX_MERGING,
-    delivery: Annotated[Delivery, typer.Option()] = Delivery.MAIN_CHAIN,
-    scale: Annotated[AdvantageScale, typer.Option()] = AdvantageScale.POPULATION_STD,
+    ray_address: Annotated[
+        str | None, typer.Option(help="The Ray cluster; by default RAY_ADDRESS, or the one on this machine.")
+    ] = None,
+    strategy: building.Strategy = "prefix_merging",
+    delivery: building.Delivery = "main_chain",
+    scale: building.Scale = "population_std",
+    side_model: building.SideModel = None,
+    calibrate: building.Calibrate = True,
+    vocab_size: building.VocabSize = None,
     workers: Annotated[int | None, typer.Option(min=1, help="Worker processes; by default what has room.")] = None,
     worker_cpus: Annotated[float, typer.Option(min=0.0, help="Logical CPUs that a worker takes up.")] = 1.0,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Remove trajectories that OUT holds already.")] = False,
+    overwrite: building.Overwrite = False,
     drop_consumed: Annotated[
         bool,
         typer.Option(
             "--retire", help="Drop the records that were consumed; without a list, of complete rollouts only."
         ),
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
+    as_json: building.AsJson = False,
 ) -> None:
     """Build trajectories of finished rollouts, with rewards and group advantages, as Parquet.
 
     Exits with 1 if there are rollouts and not a single one can be trained on.
     """
-    from gym_capture.build.builder import BuildOptions
     from gym_capture.data import job
     from gym_capture.data.requests import groups_recorded
     from gym_capture.data.sources import recorded, retire
 
     console = Console(stderr=True)
     requests = None if rollouts is None else listed_rollouts(rollouts, console)
-    join_cluster(None, namespace=None)
+    join_cluster(ray_address, namespace=None)
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     options = job.JobOptions(
-        build=BuildOptions(strategy=strategy.value, delivery=delivery.value),
-        scale=scale.value,
+        build=building.options(
+            strategy=strategy, delivery=delivery, side_model=side_model, calibrate=calibrate, vocab_size=vocab_size
+        ),
+        scale=scale,
         workers=workers,
         worker_cpus=worker_cpus,
     )

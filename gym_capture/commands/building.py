@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 import typer
 from rich.console import Console
@@ -19,6 +19,8 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from gym_capture.build.builder import BuildOptions
+from gym_capture.build.side_calls import SideCallRules
 from gym_capture.commands.explain import HINT
 from gym_capture.reasons import ProblemReason
 
@@ -27,8 +29,47 @@ if TYPE_CHECKING:
 
     from gym_capture.data.report import BuildReport
 
+Delivery = Annotated[
+    Literal["main_chain", "all_chains"],
+    typer.Option(help="The chain of calls that generated most, or every chain."),
+]
+Strategy = Annotated[
+    Literal["prefix_merging", "per_request"],
+    typer.Option(help="One sequence for each chain of calls, or one for each call."),
+]
+Scale = Annotated[
+    Literal["none", "population_std", "sample_std", "leave_one_out"],
+    typer.Option(help="What a group's centered rewards are divided by."),
+]
+SideModel = Annotated[
+    list[str] | None, typer.Option(help="Shell pattern of requested models that are side calls; may be repeated.")
+]
+Calibrate = Annotated[
+    bool, typer.Option(help="Whether requested models other than the one that generated most are side calls.")
+]
+VocabSize = Annotated[int | None, typer.Option(min=1, help="Mask rollouts with ids from here on.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace trajectories that are there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON.")]
+
 DETAILS: Final = 10
 """Rollouts of which it is printed what is wrong with their records."""
+
+
+def options(
+    *,
+    strategy: Literal["prefix_merging", "per_request"],
+    delivery: Literal["main_chain", "all_chains"],
+    side_model: list[str] | None,
+    calibrate: bool,
+    vocab_size: int | None,
+) -> BuildOptions:
+    """What the options of a command say of a build."""
+    return BuildOptions(
+        delivery=delivery,
+        strategy=strategy,
+        side_calls=SideCallRules(model_patterns=tuple(side_model or ()), self_calibrate=calibrate),
+        vocab_size=vocab_size,
+    )
 
 
 def listed_rollouts(path: Path, console: Console) -> pa.Table:

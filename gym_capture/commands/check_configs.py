@@ -11,6 +11,7 @@ A file that is no Serve configuration but has keys of a job is checked as one.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -54,6 +55,7 @@ def command(
             readable=True,
         ),
     ],
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for each file.")] = False,
 ) -> None:
     """Validate Ray Serve configuration files and job files: values, misspelt keys, and this project's own arguments.
 
@@ -69,6 +71,9 @@ def command(
     for file in files:
         found = check_file(file, {APP_IMPORT_PATH: models}, {APP_IMPORT_PATH: graph_rules.check})
         bad += bool(found.problems)
+        if as_json:
+            typer.echo(json.dumps({"file": str(file), **found._asdict()}))
+            continue
         console.print(f"{'[red]wrong[/]' if found.problems else '[green]ok[/]   '} {escape(str(file))}")
         for problem in found.problems:
             console.print(f"      {escape(problem)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import threading
@@ -19,6 +20,8 @@ def join_cluster(address: str | None, *, namespace: str | None) -> None:
 
     from gym_capture.cluster.reach import check_reachable
 
+    # It warns of a token that it found by itself, and that works.
+    logging.getLogger("ray._private.authentication").setLevel(logging.ERROR)
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         if address is not None or "RAY_ADDRESS" in os.environ:
@@ -36,6 +39,13 @@ def join_cluster(address: str | None, *, namespace: str | None) -> None:
             f"no Ray cluster at {named!r}: {error}. Is it the cluster that serves? One that was started with a token "
             "(Ray keeps it in ~/.ray/auth_token) takes drivers with RAY_AUTH_MODE=token only"
         ) from None
+    except SystemExit as stop:
+        # Of Ray's handler, which has the signal's number for an exit code.
+        if stop.code != signal.SIGTERM:
+            raise
+        signal.signal(signal.SIGTERM, terminated)
+        signal.raise_signal(signal.SIGTERM)
+        raise
     # Ray exits at once; the command line unwinds (`cli`). Only the main thread has handlers, Ray's included.
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)

@@ -7,7 +7,8 @@ Flow: prepare the model -> `demo.run` -> table and checks -> exit code.
 
 from __future__ import annotations
 
-import shutil
+import json
+import shlex
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,13 +36,14 @@ def command(
     config: Annotated[
         Path, typer.Option(help="Serve config of the graph.", exists=True, dir_okay=False, show_default=False)
     ] = CONFIG,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures and checks as JSON.")
-    ] = None,
-    keep: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep logs, records and trajectories here; an empty or new directory."),
+        typer.Option(help="An empty or new directory for logs, records, trajectories; else a temporary one."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures and checks as JSON; the rest goes to stderr.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Argument(hidden=True, help="`--json FILE`, as it was.")] = None,
 ) -> None:
     """Serve a small model, roll out a tool agent, build trajectories, train one GRPO step; then compare.
 
@@ -49,12 +51,12 @@ def command(
     one step of the reference trainer - once with prefix supply and once without. Takes about five minutes on two
     cores. Exits with 1 if one of its checks did not hold.
     """
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise ConfigError(f"--keep {keep}: is not empty")
-    console = Console()
-    directory = (keep or Path(tempfile.mkdtemp(prefix="gym-capture-demo-"))).resolve()
+    check_out(out)
+    console = Console(stderr=as_json)
+    if json_file is not None:
+        as_json = check_json_file(json_file, as_json=as_json)
+    directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-demo-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    held = False
     try:
         held = _run(
             console,
@@ -65,13 +67,11 @@ def command(
             concurrency=concurrency,
             max_tokens=max_tokens,
             config=config,
+            as_json=as_json,
             json_file=json_file,
         )
     finally:
-        if held and keep is None:
-            shutil.rmtree(directory)
-        else:
-            console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
     if not held:
         raise typer.Exit(1)
 
@@ -86,6 +86,7 @@ def _run(
     concurrency: int,
     max_tokens: int,
     config: Path,
+    as_json: bool,
     json_file: Path | None,
 ) -> bool:
     """Whether every check held."""
@@ -98,7 +99,7 @@ def _run(
 
     children = ChildProcesses()
     with Phases(console) as phases, children:
-        with phases.phase("prepare the model"):
+        with phases.phase("prepare the model", "made once, then found: half a minute the first time"):
             folder = model_folder(model)
         options = DemoOptions(
             model=folder,
@@ -113,9 +114,44 @@ def _run(
     found = checks(*modes, leftovers=children.leftovers)
     console.print(table(modes))
     show_checks(console, found)
-    if json_file is not None:
-        json_file.write_text(to_json(modes, found) + "\n", encoding="utf-8")
+    write_json(to_json(modes, found), json_file, as_json=as_json)
+    show_way_on(console, directory / "supplied" / "rollouts.jsonl", directory / "records", folder)
     return all(check.held for check in found)
+
+
+def check_out(out: Path | None) -> None:
+    """Raises `ConfigError` for a directory that holds something already."""
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"--out {out}: is not empty")
+
+
+def check_json_file(file: Path, *, as_json: bool) -> bool:
+    """For `--json FILE`, as it was: what `--json` says then. Raises `ConfigError` for an argument of another kind."""
+    if not as_json:
+        raise ConfigError(f"{file}: there is nothing to name here; --out names a directory")
+    Console(stderr=True, soft_wrap=True).print(f"[yellow]warning:[/] --json {escape(str(file))} is now --json > FILE")
+    return False
+
+
+def show_way_on(console: Console, rows: Path, records: Path, model: Path) -> None:
+    """How to look into what was just made."""
+    with rows.open(encoding="utf-8") as file:
+        first = json.loads(next(file))["rollout_id"]
+    lines = (
+        f"gym-capture ui {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
+        f"gym-capture inspect {shlex.quote(first)} {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
+    )
+    console.print("Look into it, in a browser or here:")
+    for line in lines:
+        console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+
+
+def write_json(text: str, file: Path | None, *, as_json: bool) -> None:
+    """Figures, where they were asked for."""
+    if as_json:
+        typer.echo(text)
+    if file is not None:
+        file.write_text(text + "\n", encoding="utf-8")
 
 
 def show_checks(console: Console, found: Sequence[Check]) -> None:

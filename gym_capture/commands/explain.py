@@ -30,12 +30,22 @@ class Meaning(NamedTuple):
     reason: Reason
 
 
+def _completed(incomplete: str) -> list[str]:
+    """For a shell."""
+    names = {str(name) for kind in KINDS for name in (kind.key, *kind.reasons)}
+    return sorted(name for name in names if name.startswith(incomplete))
+
+
 _ALL: Final = tuple(Meaning(kind, reason) for kind in KINDS for reason in kind.reasons)
 
 
 def command(
     reason: Annotated[
-        str | None, typer.Argument(help="As it is written, e.g. dangling_intent:call_12; or a kind. Without it, all.")
+        str | None,
+        typer.Argument(
+            help="As it is written, e.g. dangling_intent:call_12; or a kind. Without it, all.",
+            autocompletion=_completed,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:

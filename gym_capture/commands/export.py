@@ -8,6 +8,7 @@ was exported.
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from typing import Annotated
@@ -18,7 +19,7 @@ from rich.markup import escape
 
 from gym_capture.commands.building import progress_bar
 from gym_capture.errors import ConfigError
-from trainer_bridge.exporter import EXPORTERS, Exporter, export_files
+from trainer_bridge.exporter import EXPORTERS, Exporter, ExportReport, export_files
 from trainer_bridge.samples import Delivery
 
 _NAMES = ", ".join(exporter.name for exporter in EXPORTERS)
@@ -32,6 +33,7 @@ def command(
         str | None, typer.Option(help="Name of the agent that played the rollouts which do not say who did.")
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the account as JSON.")] = False,
 ) -> None:
     """Export built trajectories to a trainer: whole groups, masked rollouts among them and marked as such."""
     exporter = _named(to)
@@ -49,10 +51,34 @@ def command(
             f"[yellow]warning:[/] of {report.without_input:,} rollouts nobody said what the agent was given (`input` "
             "in the list of rollouts): what is exported has the ids of their prompts, not the text"
         )
+    if as_json:
+        typer.echo(json.dumps(_account(exporter.name, out, report)))
+        return
     typer.echo(
         f"{report.rollouts:,} rollouts in {report.groups:,} groups for {exporter.name}, {report.masked:,} of them "
         f"masked: {report.delivery.rows:,} rows, {report.delivery.trained_tokens:,} ids to train on: {out}"
     )
+
+
+def _account(trainer: str, out: str, report: ExportReport) -> dict[str, object]:
+    delivery = report.delivery
+    return {
+        "to": trainer,
+        "out": out,
+        "rollouts": report.rollouts,
+        "groups": report.groups,
+        "masked": report.masked,
+        "without_input": report.without_input,
+        "rows": delivery.rows,
+        "trained_tokens": delivery.trained_tokens,
+        "split_rollouts": delivery.split_rollouts,
+        "other_chains": delivery.other_chains,
+        "tokens_of_other_chains": delivery.tokens_of_other_chains,
+        "unknown_log_probs": delivery.unknown_log_probs,
+        "reshaped": delivery.reshaped,
+        "left_out": dict(delivery.left_out),
+        "temperatures": sorted(delivery.temperatures),
+    }
 
 
 def _said(delivery: Delivery) -> Iterator[str]:

@@ -139,9 +139,11 @@ def export(
         ),
     ] = "nemo-gym",
     rollouts: Annotated[
-        list[str] | None, typer.Option(help="Ids of rollouts, comma-separated; may be repeated. By default all.")
+        list[str] | None,
+        typer.Option("--rollout", help="Ids of rollouts, comma-separated; may be repeated. By default all."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that OUT holds already.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write live rollouts as files. Prompts are written without the ids that the call before holds."""
     from gym_capture.data.record_files import open_files
@@ -155,13 +157,18 @@ def export(
             row = _row(snapshot)
             counts.update({name: row[name] for name in ("calls", "generated_ids")})
             counts.update(rollouts=1, masked=bool(snapshot.incomplete or snapshot.problems))
+    gone = len(wanted) - counts["rollouts"]
+    if as_json:
+        counted = {name: counts[name] for name in ("rollouts", "masked", "calls", "generated_ids")}
+        typer.echo(json.dumps({"out": str(out), **counted, "gone": gone}))
+        return
     console = Console(soft_wrap=True, highlight=False)
     masked = f" ({counts['masked']:,} of them incomplete or with problems)" if counts["masked"] else ""
     console.print(
         f"{counts['rollouts']:,} rollouts{masked}, {counts['calls']:,} calls, {counts['generated_ids']:,} generated "
         f"ids in {escape(str(out))}"
     )
-    if gone := len(wanted) - counts["rollouts"]:
+    if gone:
         console.print(f"[yellow]warning:[/] {gone:,} rollouts were consumed or cleared meanwhile and are left out")
 
 

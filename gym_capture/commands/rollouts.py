@@ -91,7 +91,7 @@ def run(
     job_id: Annotated[
         str | None, typer.Option(help="First part of rollout ids; by default the name of OUT and a random part.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="The model name that the agent asks for.")] = None,
+    model_name: Annotated[str | None, typer.Option(help="The model that the agent asks for.")] = None,
     samples: Annotated[int | None, typer.Option(help="Rollouts of each task: 4.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Rollouts at a time: 8.")] = None,
     max_attempts: Annotated[
@@ -146,7 +146,7 @@ def run(
         "--seed": ("tasks.seed", seed),
         "--tasks": ("tasks.file", tasks_file),
         "--harness": ("harness.name", harness),
-        "--model": ("harness.model", model),
+        "--model-name": ("harness.model", model_name),
         "--max-calls": ("harness.max_calls", max_calls),
         "--forced-calls": ("harness.forced_calls", forced_calls),
         "--max-tokens": ("harness.max_tokens", max_tokens),
@@ -159,8 +159,12 @@ def run(
     }
     job = job_of_options(job_file, given, set_ or ())
     if dry_run:
-        for line in patience.run(_planned(job, on, build_out)):
-            typer.echo(line)
+        planned = patience.run(_planned(job, on, build_out))
+        if as_json:
+            typer.echo(json.dumps(planned))
+        else:
+            for name, text in planned.items():
+                typer.echo(f"{name:<13}{text}")
         return
     console = Console(stderr=True)
     progress = JobProgress()
@@ -208,8 +212,8 @@ async def _play(
     return summaries[0], built
 
 
-async def _planned(job: JobFile, on: On, build_out: str | None) -> Sequence[str]:
-    """The plan of a job, in lines. Raises `ConfigError` for what could not be played."""
+async def _planned(job: JobFile, on: On, build_out: str | None) -> dict[str, str]:
+    """The plan of a job. Raises `ConfigError` for what could not be played."""
     from gym_capture.rollouts.job import identity, rollouts_of
     from gym_capture.rollouts.jobfile import prepare
 
@@ -233,17 +237,17 @@ async def _planned(job: JobFile, on: On, build_out: str | None) -> Sequence[str]
     more = ", ..." if len(rollouts) > len(ids) else ""
     random = f" ({_RANDOM_PART}: a random part)" if found is None and job.job_id is None else ""
     token = "no token" if job.endpoint.secret_file is None else "a token for each rollout"
-    return [
-        f"out          {out}",
-        f"rollouts     {len(rollouts)}: {_source(job, prepared.tasks)} x {options.samples} samples",
-        f"ids          {', '.join(ids)}{more}{random}",
-        f"endpoint     {job.endpoint.url}, {token}, Ray at {job.endpoint.ray_address}",
-        f"environment  {_named(job.settings['environment'])}",
-        f"harness      {_named(job.settings['harness'])}",
-        f"limits       {', '.join(f'{key} {value:g}' for key, value in job.limits.model_dump().items())}",
-        *(["cut          continued from their records"] if job.resume_turns else []),
-        *([] if on is On.HERE else [f"workers      {_workers(job)}"]),
-    ]
+    return {
+        "out": out,
+        "rollouts": f"{len(rollouts)}: {_source(job, prepared.tasks)} x {options.samples} samples",
+        "ids": f"{', '.join(ids)}{more}{random}",
+        "endpoint": f"{job.endpoint.url}, {token}, Ray at {job.endpoint.ray_address}",
+        "environment": _named(job.settings["environment"]),
+        "harness": _named(job.settings["harness"]),
+        "limits": ", ".join(f"{key} {value:g}" for key, value in job.limits.model_dump().items()),
+        **({"cut": "continued from their records"} if job.resume_turns else {}),
+        **({} if on is On.HERE else {"workers": _workers(job)}),
+    }
 
 
 def _workers(job: JobFile) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -25,6 +26,7 @@ def stop(
     force: Annotated[
         bool, typer.Option("--force", help="Also while Serve runs an application, whose calls then fail.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print how many there were as JSON.")] = False,
 ) -> None:
     """End the state actors, once the graph is stopped. Their logs stay, and are read by whoever starts them next."""
     from ray import serve
@@ -40,4 +42,6 @@ def stop(
             "running), `serve shutdown -y` - or insist with --force"
         )
     stopped = stop_shards(namespace=namespace)
+    if as_json:
+        typer.echo(json.dumps({"namespace": namespace, "ended": stopped}))
     Console(stderr=True, highlight=False).print(f"state actors of namespace {namespace} ended: {stopped}")

@@ -15,6 +15,7 @@ import asyncio
 import json
 import logging
 import os
+import shlex
 import shutil
 import tempfile
 import uuid
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _ANSWERS_WITHIN_S: Final = 10.0
 _OUT: Final = "gym-capture.out"
 _ENV: Final = "gym-capture.env"
+_BUILD: Final = "gym-capture.build"
 _JOB_FILE: Final = "job.yaml"
 _TASKS_FILE: Final = "tasks.jsonl"
 _COMMAND: Final = f"exec python -m gym_capture.cli rollouts run {_JOB_FILE} --on ray"
@@ -46,7 +48,8 @@ _SHOWN: Final = 200
 Address = Annotated[
     str | None,
     typer.Option(
-        help="The cluster: its dashboard (http://head:8265), or as Ray knows it; by default, as Ray finds it."
+        "--ray-address",
+        help="The cluster: its dashboard (http://head:8265), or as Ray knows it; by default, as Ray finds it.",
     ),
 ]
 JobId = Annotated[str, typer.Argument(metavar="ID", help="What `submit` printed.")]
@@ -69,6 +72,12 @@ def submit(
         list[str] | None,
         typer.Option(help="An environment variable that the job gets with the value that it has here.", metavar="NAME"),
     ] = None,
+    build_out: Annotated[
+        str | None,
+        typer.Option(
+            "--build", help="Build while it plays, into this directory: an absolute path, or a URI.", metavar="OUT"
+        ),
+    ] = None,
     address: Address = None,
     as_json: AsJson = False,
 ) -> None:
@@ -79,7 +88,8 @@ def submit(
     from gym_capture.commands.job_files import job_of_options
 
     job = job_of_options(job_file, {"--out": ("out", out)}, set_ or ())
-    for key, path in (("out", job.out), ("endpoint.secret_file", job.endpoint.secret_file)):
+    built = None if build_out is None or "://" in build_out else Path(build_out)
+    for key, path in (("out", job.out), ("endpoint.secret_file", job.endpoint.secret_file), ("--build", built)):
         if path is not None and not path.is_absolute():
             raise ConfigError(
                 f"{key}: {path} is relative, and the job's folder on the cluster goes with the job: name an absolute "
@@ -97,9 +107,13 @@ def submit(
                     f"{job.out} has a job that runs, {other.submission_id}: `gym-capture rollouts stop` ends it"
                 )
         submitted = client.submit_job(
-            entrypoint=_COMMAND,
+            entrypoint=_COMMAND if build_out is None else f"{_COMMAND} --build {shlex.quote(build_out)}",
             submission_id=f"{_spelt(job.out.name)}-{uuid.uuid4().hex[:8]}",
-            metadata={_OUT: str(job.out), _ENV: ",".join(sorted(values))},
+            metadata={
+                _OUT: str(job.out),
+                _ENV: ",".join(sorted(values)),
+                **({} if build_out is None else {_BUILD: build_out}),
+            },
             runtime_env={
                 "working_dir": packed,
                 # Not even empty, if there are none: Ray 2.60 takes an empty list for a package without a name.
@@ -207,6 +221,7 @@ def _shown(job: Any) -> dict[str, Any]:
         "id": job.submission_id or job.job_id,
         "state": state,
         "out": metadata.get(_OUT),
+        "build": metadata.get(_BUILD),
         "env": [name for name in metadata.get(_ENV, "").split(",") if name],
         "started_at": None if job.start_time is None else job.start_time / 1000,
         "ended_at": None if not job.end_time else job.end_time / 1000,
@@ -238,7 +253,8 @@ def _asking(address: str | None) -> Iterator[Any]:
         logging.getLogger(name).setLevel(logging.WARNING)
     for name in ("RAY_API_SERVER_ADDRESS", "RAY_ADDRESS"):
         if address is not None and os.environ.get(name, address) != address:
-            raise ConfigError(f"{name} is {os.environ[name]}, which Ray takes instead of --address {address}: unset it")
+            taken = f"{name} is {os.environ[name]}, which Ray takes instead of --ray-address {address}: unset it"
+            raise ConfigError(taken)
     where = address or os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"
     try:
         if where.startswith(("http://", "https://")):

@@ -34,7 +34,8 @@ def command(
     data: options.Data,
     out: Annotated[Path | None, typer.Option(help="Folder for the trained model; by default it is not kept.")] = None,
     rollouts: Annotated[
-        int | None, typer.Option(min=1, help="Train on the first groups with about this many; by default on all.")
+        int | None,
+        typer.Option("--limit", min=1, help="Train on the first groups with about so many rollouts; else on all."),
     ] = None,
     lr: options.Lr = 1e-6,
     temperature: options.Temperature = 1.0,

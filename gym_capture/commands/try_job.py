@@ -7,7 +7,6 @@ Flow: prepare the model -> `demo.try_job` -> table and checks -> exit code.
 
 from __future__ import annotations
 
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -17,8 +16,7 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
-from gym_capture.commands.demo import CONFIG, show_checks
-from gym_capture.errors import ConfigError
+from gym_capture.commands.demo import CONFIG, check_json_file, check_out, show_checks, show_way_on, write_json
 
 
 def command(
@@ -33,25 +31,26 @@ def command(
         Path, typer.Option(help="Serve config of the graph.", exists=True, dir_okay=False, show_default=False)
     ] = CONFIG,
     temperature: Annotated[float, typer.Option(min=0.01, help="That the policy is sampled with.")] = 1.0,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the figures and checks as JSON.")
-    ] = None,
-    keep: Annotated[
+    out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Keep logs, records and trajectories here; an empty or new directory."),
+        typer.Option(help="An empty or new directory for logs, records, trajectories; else a temporary one."),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the figures and checks as JSON; the rest goes to stderr.")
+    ] = False,
+    json_file: Annotated[Path | None, typer.Argument(hidden=True, help="`--json FILE`, as it was.")] = None,
 ) -> None:
     """Serve a small model, play a job against it, build, train one step; check that every token is exact.
 
     Everything runs on this machine, on a Ray cluster of its own: `serve run`, `rollouts run`, `build-job`, one step of
     the reference trainer. Exits with 1 if one of its checks did not hold.
     """
-    if keep is not None and keep.exists() and any(keep.iterdir()):
-        raise ConfigError(f"--keep {keep}: is not empty")
-    console = Console()
-    directory = (keep or Path(tempfile.mkdtemp(prefix="gym-capture-try-job-"))).resolve()
+    check_out(out)
+    console = Console(stderr=as_json)
+    if json_file is not None:
+        as_json = check_json_file(json_file, as_json=as_json)
+    directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-try-job-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    held = False
     try:
         held = _run(
             console,
@@ -61,13 +60,11 @@ def command(
             model=model,
             config=config,
             temperature=temperature,
+            as_json=as_json,
             json_file=json_file,
         )
     finally:
-        if held and keep is None:
-            shutil.rmtree(directory)
-        else:
-            console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
     if not held:
         raise typer.Exit(1)
 
@@ -81,6 +78,7 @@ def _run(
     model: str,
     config: Path,
     temperature: float,
+    as_json: bool,
     json_file: Path | None,
 ) -> bool:
     """Whether every check held."""
@@ -96,7 +94,7 @@ def _run(
 
     children = ChildProcesses()
     with Phases(console) as phases, children:
-        with phases.phase("prepare the model"):
+        with phases.phase("prepare the model", "made once, then found: half a minute the first time"):
             folder = model_folder(model)
         options = TryOptions(
             job=job_file,
@@ -110,6 +108,6 @@ def _run(
     found = checks(tried, leftovers=children.leftovers)
     console.print(table(tried, title=f"{job.harness.name} in {job.environment.name}"))
     show_checks(console, found)
-    if json_file is not None:
-        json_file.write_text(to_json(tried, found) + "\n", encoding="utf-8")
+    write_json(to_json(tried, found), json_file, as_json=as_json)
+    show_way_on(console, directory / "job" / "rollouts.jsonl", directory / "records", folder)
     return all(check.held for check in found)

@@ -77,7 +77,7 @@ def command(
         ),
     ] = None,
     max_error: Annotated[float, typer.Option(help="The most that `token_mult_prob_error` may be.")] = 1.02,
-    rollouts: Annotated[int | None, typer.Option(min=1, help="Only the first so many; by default all.")] = None,
+    rollouts: Annotated[int | None, typer.Option("--limit", min=1, help="Only the first so many rollouts.")] = None,
     show: Annotated[int, typer.Option(min=0, help="Of how many calls that differ the first token is shown.")] = 20,
     engine_args: Annotated[str, typer.Option(help="vLLM's, as JSON: those that the graph had.")] = "{}",
     device: options.Device = "cpu",

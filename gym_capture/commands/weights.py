@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
+from gym_capture.auth import Keyring
 from gym_capture.errors import ConfigError, WeightsRefusedError
 from gym_capture.weights import PAUSE_MODES, payload_at, seal
 from trainer_bridge.weight_client import WeightClient
@@ -19,6 +21,11 @@ Url = Annotated[str, typer.Option(help="Where the graph is served.")]
 Token = Annotated[
     str | None, typer.Option(help="Of `gym-capture token --weights`.", envvar="GYM_CAPTURE_WEIGHTS_TOKEN")
 ]
+SecretFile = Annotated[
+    Path | None,
+    typer.Option(help="The graph's secret file, in place of a token.", envvar="GYM_CAPTURE_SECRET_FILE"),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="As JSON on stdout.")]
 _URL = "http://127.0.0.1:8000"
 
 
@@ -39,6 +46,8 @@ def push(
         bool, typer.Option("--allow-non-finite", help="Also if values are NaN or infinite.")
     ] = False,
     takeover: Annotated[bool, typer.Option("--takeover", help="Give up an update that another has begun.")] = False,
+    secret_file: SecretFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have all replicas serve the weights of FOLDER."""
     if mode not in PAUSE_MODES:
@@ -52,7 +61,7 @@ def push(
         payload = seal(path, version=version)
     if version is not None and payload.version != version:
         raise ConfigError(f"{folder} is sealed as version {payload.version}, not {version}")
-    with WeightClient(url, token=token) as client:
+    with _client(url, token, secret_file) as client:
         pushed = client.push(
             payload,
             mode=mode,  # type: ignore[arg-type]  # one of those, as was just looked at
@@ -60,6 +69,8 @@ def push(
             allow_non_finite=allow_non_finite,
             takeover=takeover,
         )
+    if as_json:
+        typer.echo(json.dumps(asdict(pushed)))
     Console(stderr=True, highlight=False).print(
         f"version {pushed.version} is served by {pushed.replicas} replicas; "
         f"paused for {pushed.paused_s:.3f} s, {pushed.seconds:.1f} s in all"
@@ -71,18 +82,32 @@ def status(
     url: Url = _URL,
     token: Token = None,
     checksums: Annotated[bool, typer.Option("--checksums", help="Also compare the tensors of all replicas.")] = False,
+    secret_file: SecretFile = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Print which weights are served, as JSON."""
-    with WeightClient(url, token=token) as client:
+    """Say which weights are served."""
+    with _client(url, token, secret_file) as client:
         found = dict(client.info())
         if checksums:
             found["checksums"] = client.checksums()
-    print(json.dumps(found, indent=1))
+    if as_json:
+        typer.echo(json.dumps(found, indent=1))
+        return
+    for name, value in found.items():
+        typer.echo(f"{name:<24}{value if isinstance(value, str) else json.dumps(value)}")
 
 
 @app.command("abort")
-def abort(url: Url = _URL, token: Token = None) -> None:
+def abort(url: Url = _URL, token: Token = None, secret_file: SecretFile = None, as_json: AsJson = False) -> None:
     """Give up the update under way: the graph goes on with the weights that it serves."""
-    with WeightClient(url, token=token) as client:
+    with _client(url, token, secret_file) as client:
         was_there = client.abort()
+    if as_json:
+        typer.echo(json.dumps({"was_under_way": was_there}))
     Console(stderr=True, highlight=False).print("the update was given up" if was_there else "no update was under way")
+
+
+def _client(url: str, token: str | None, secret_file: Path | None) -> WeightClient:
+    if token is None and secret_file is not None:
+        token = Keyring.from_file(secret_file).weights_token()
+    return WeightClient(url, token=token)

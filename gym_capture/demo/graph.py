@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 import ray
@@ -33,6 +33,8 @@ from gym_capture.serving.state import connect
 ENGINE_BACK_WITHIN_S: Final = 300.0
 """A graph that nobody but Serve would start again is given up after that."""
 _READY_WITHIN_S: Final = 300.0
+_PORT: Final = 8000
+"""Serve's, where a config names none."""
 _POLL_S: Final = 0.5
 _STEADY_ANSWERS: Final = 20
 _SHOWN_LINES: Final = 6
@@ -117,20 +119,49 @@ def served_graph(
 
     Raises `ConfigError` or `EngineError` with the end of the log if it does not become ready.
     """
+    config = graph_config(base, port=free_port(), args=args, options=options)
+    with serving(children, config, address=address, directory=directory, on_wait=on_wait) as served:
+        yield served.url
+
+
+class Served(NamedTuple):
+    """A graph that serves, and the `serve run` that does it."""
+
+    url: str
+    child: Child
+
+
+@contextmanager
+def serving(
+    children: ChildProcesses,
+    config: Mapping[str, Any],
+    *,
+    address: str,
+    directory: Path,
+    on_wait: Callable[[str], None],
+    timeout_s: float = _READY_WITHIN_S,
+) -> Iterator[Served]:
+    """Serves a Serve config for the length of the block, and yields once it is ready. Raises as `served_graph`."""
     directory.mkdir(parents=True, exist_ok=True)
-    port = free_port()
-    config = directory / "serve.yaml"
-    config.write_text(
-        yaml.safe_dump(graph_config(base, port=port, args=args, options=options), sort_keys=False), encoding="utf-8"
-    )
-    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", address, str(config)]
-    child = children.start(command, log=directory / "serve.log")
+    file, log = directory / "serve.yaml", directory / "serve.log"
+    file.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
+    command = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", address, str(file)]
+    child = children.start(command, log=log)
+    url = local_url(config)
     try:
-        _wait_ready(child, f"http://127.0.0.1:{port}", on_wait)
-        yield f"http://127.0.0.1:{port}"
+        _wait_ready(child, url, on_wait, timeout_s)
+        yield Served(url, child)
     finally:
         serve.shutdown()  # from here, so that Serve's client in this process forgets the controller too
         child.stop()
+
+
+def local_url(config: Mapping[str, Any]) -> str:
+    """Where this machine finds what a Serve config serves."""
+    http = config.get("http_options", {})
+    (application, *_) = config["applications"]
+    prefix = str(application.get("route_prefix", "/")).rstrip("/")
+    return f"http://127.0.0.1:{http.get('port', _PORT)}{prefix}"
 
 
 async def grammar_calls_of(rollout_ids: Sequence[str], *, namespace: str) -> frozenset[str]:
@@ -145,8 +176,8 @@ async def grammar_calls_of(rollout_ids: Sequence[str], *, namespace: str) -> fro
     )
 
 
-def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
-    deadline = time.monotonic() + _READY_WITHIN_S
+def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     answers = 0
     while time.monotonic() < deadline:
         if child.ended() is not None:
@@ -163,7 +194,7 @@ def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None]) -> None:
         if not answered:
             on_wait(_deployment_state(child))
         time.sleep(_POLL_S if not answered else _POLL_S / 5)
-    raise EngineError(f"not ready after {_READY_WITHIN_S:g} s; the end of {child.log}:\n{child.log_tail()}")
+    raise EngineError(f"not ready after {timeout_s:g} s; the end of {child.log}:\n{child.log_tail()}")
 
 
 def _deployment_state(child: Child) -> str:

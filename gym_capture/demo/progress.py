@@ -1,7 +1,7 @@
 """The demo's progress, for a person who watches: one line for each phase, with a bar where there is a count.
 
 Invariant: a phase's seconds are measured whether or not anyone watches; without a terminal a line is printed when a
-phase ends.
+phase that takes long begins, which says what happens and how long that takes, and one when a phase ends.
 """
 
 from __future__ import annotations
@@ -53,9 +53,12 @@ class Phases:
         )
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[Phase]:
-        bar = self._progress.add_task(name, total=None, note="")
+    def phase(self, name: str, about: str = "") -> Iterator[Phase]:
+        """`about`: what happens, and how long it takes, if it takes long."""
+        bar = self._progress.add_task(name, total=None, note=about)
         phase = Phase(self._progress, bar)
+        if about and not self._console.is_terminal:
+            self._console.print(f"  {name}: {about}", highlight=False, soft_wrap=True)
         started = time.monotonic()
         yield phase
         phase.seconds = time.monotonic() - started

@@ -92,7 +92,7 @@ class _Run:
 
     def run(self) -> Mode:
         with ExitStack() as serving:
-            with self._phase("serve") as starting:
+            with self._phase("serve", "Ray Serve starts, vLLM loads the model: about a minute") as starting:
                 graph = served_graph(
                     self._children,
                     base=self._options.config,
@@ -102,14 +102,16 @@ class _Run:
                     on_wait=starting.note,
                 )
                 url = serving.enter_context(graph)
-            with self._phase("rollouts") as playing:
+            with self._phase(
+                "rollouts", "agents call the model, seconds a call on two cores: half a minute"
+            ) as playing:
                 summary = self._roll_out(url, playing)
-            with self._phase("build") as building:
+            with self._phase("build", "a Ray Data job, its workers start: a quarter of a minute") as building:
                 report = self._build(building, total=len(summary.rows))
                 grammar_calls = asyncio.run(
                     grammar_calls_of([row.rollout_id for row in summary.rows], namespace=_NAMESPACE)
                 )
-        with self._phase("GRPO step") as stepping:
+        with self._phase("GRPO step", "forward and backward passes on the CPU: a quarter of a minute") as stepping:
             training = train(
                 self._trajectories, model=self._options.model, grammar_calls=grammar_calls, on_note=stepping.note
             )
@@ -139,8 +141,8 @@ class _Run:
         return self._directory / "trajectories"
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[Phase]:
-        with self._phases.phase(f"{self._name}: {name}") as phase:
+    def _phase(self, name: str, about: str) -> Iterator[Phase]:
+        with self._phases.phase(f"{self._name}: {name}", about) as phase:
             yield phase
         self._seconds[name] = phase.seconds
 

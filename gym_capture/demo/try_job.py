@@ -69,7 +69,7 @@ class _Try:
         options, directory = self._options, self._options.directory
         job, trajectories = directory / "job", directory / "trajectories"
         with ExitStack() as serving:
-            with self._phase("serve") as starting:
+            with self._phase("serve", "Ray Serve starts, vLLM loads the model: about a minute") as starting:
                 graph = served_graph(
                     self._children,
                     base=options.config,
@@ -79,18 +79,18 @@ class _Try:
                     on_wait=starting.note,
                 )
                 url = serving.enter_context(graph)
-            with self._phase("rollouts") as playing:
+            with self._phase("rollouts", "the job plays: as long as its agents take") as playing:
                 every = [f"limits.outage_timeout_s={ENGINE_BACK_WITHIN_S:g}", *options.settings]
                 settings = [word for setting in every for word in ("--set", setting)]
                 where = ["--url", url, "--ray-address", self._address, "--namespace", _NAMESPACE]
                 self._run(playing, "rollouts", "run", str(options.job), "--out", str(job), *where, *settings)
-            with self._phase("build") as building:
+            with self._phase("build", "a Ray Data job, its workers start: a quarter of a minute") as building:
                 where = ["--out", str(trajectories), "--namespace", _NAMESPACE]
                 self._run(building, "build-job", str(job / ROWS_FILE), *where)
                 requests = read_requests(job / ROWS_FILE).table
                 ids = requests.column("rollout_id").to_pylist()
                 grammar_calls = asyncio.run(grammar_calls_of(ids, namespace=_NAMESPACE))
-        with self._phase("GRPO step") as stepping:
+        with self._phase("GRPO step", "forward and backward passes on the CPU") as stepping:
             training = train(
                 trajectories,
                 model=options.model,
@@ -101,8 +101,8 @@ class _Try:
         return read_tried(trajectories, training=training, seconds=self._seconds)
 
     @contextmanager
-    def _phase(self, name: str) -> Iterator[Phase]:
-        with self._phases.phase(name) as phase:
+    def _phase(self, name: str, about: str) -> Iterator[Phase]:
+        with self._phases.phase(name, about) as phase:
             yield phase
         self._seconds[name] = phase.seconds
 

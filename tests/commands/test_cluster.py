@@ -5,10 +5,14 @@ from __future__ import annotations
 import signal
 import socket
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Thread
 
 import pytest
 import ray
 
+from gym_capture.cluster import reach
 from gym_capture.cluster.reach import check_reachable
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.errors import ConfigError
@@ -55,11 +59,56 @@ def test_where_nobody_listens_is_known_without_asking_ray(address: str | None, m
             join_cluster(address, namespace="n")
 
 
-def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+@contextmanager
+def listener(answer: bytes) -> Iterator[str]:
+    """Somewhere to connect to, that says this to the first who does, and hangs up. Yields its address."""
     with socket.create_server(("0.0.0.0", 0)) as heard:  # Ray takes 127.0.0.1 for the address of this node
-        monkeypatch.delenv("RAY_ADDRESS", raising=False)
-        check_reachable(f"127.0.0.1:{heard.getsockname()[1]}")
+
+        def answering() -> None:
+            connection, _ = heard.accept()
+            with connection:
+                connection.recv(1024)
+                connection.sendall(answer)
+
+        thread = Thread(target=answering)
+        thread.start()
+        yield f"127.0.0.1:{heard.getsockname()[1]}"
+        thread.join()
+
+
+def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with listener(bytes(9)) as address:
+        check_reachable(address)
     check_reachable("ray://nowhere:1")
+
+
+def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is stopped, or hangs: Ray would wait for it where no signal ends it."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with listener(b"") as address, pytest.raises(ConnectionError, match="hangs up"):
+        check_reachable(address)
+    monkeypatch.setattr(reach, "_ANSWERS_WITHIN_S", 0.05)
+    with socket.create_server(("0.0.0.0", 0)) as heard, pytest.raises(ConnectionError, match="timed out"):
+        check_reachable(f"127.0.0.1:{heard.getsockname()[1]}")
+
+
+def test_terminated_while_it_joins_a_command_unwinds(monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+
+    def terminated(**_: object) -> None:
+        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(number))  # as Ray does
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("gym_capture.cluster.reach.check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "init", terminated)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+    try:
+        with pytest.raises(SystemExit):
+            join_cluster("auto", namespace="n")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert received == [signal.SIGTERM]
 
 
 def test_a_command_that_has_joined_still_unwinds_when_it_is_terminated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -38,7 +38,7 @@ async def test_weights_are_pushed_and_looked_at(tmp_path: Path, capsys: pytest.C
         assert code == 0
         assert "version 2 is served by 2 replicas" in said
         await cluster.settled("2")
-        code, out, _ = await ran("status", "--checksums")
+        code, out, _ = await ran("status", "--checksums", "--json")
         status = json.loads(out)
         assert (code, status["weight_version"], status["replicas"]) == (0, "2", ["a", "b"])
         assert status["checksums"] == {"weights": new.digest}

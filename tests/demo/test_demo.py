@@ -17,15 +17,19 @@ pytestmark = pytest.mark.engine
 ROOT = Path(__file__).parents[2]
 
 
-def started(*arguments: str) -> subprocess.Popen[str]:
+def started(*arguments: str, json_to: Path | None = None) -> subprocess.Popen[str]:
+    """`json_to`: where stdout goes, apart from what is said on stderr."""
     command = [sys.executable, "-m", "gym_capture.cli", *arguments]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if json_to is None:
+        return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with json_to.open("w") as file:
+        return subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.PIPE, text=True)
 
 
 def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Path) -> None:
     size = ("--model", "tiny", "--tasks", "1", "--samples", "2")
-    process = started("demo", *size, "--json", str(tmp_path / "demo.json"), "--keep", str(tmp_path / "kept"))
-    output, _ = process.communicate(timeout=540)
+    process = started("demo", *size, "--out", str(tmp_path / "kept"), "--json", json_to=tmp_path / "demo.json")
+    _, output = process.communicate(timeout=540)
     assert process.returncode == 0, output
     found = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert found["held"], output
@@ -34,6 +38,9 @@ def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Pat
     assert rendered["contiguous_links"] < rendered["eligible_links"]
     assert supplied["delivered_fraction"] == 1.0
     assert "contiguous / eligible links" in output
+    assert f"gym-capture ui {tmp_path}/kept/records --model" in output
+    assert "gym-capture inspect demo-supplied.register-0-0.0-a1 " in output
+    assert "prefix supply: serve: Ray Serve starts, vLLM loads the model" in output
     assert list((tmp_path / "kept" / "supplied" / "trajectories").glob("part-*.parquet"))
 
 
@@ -47,7 +54,7 @@ def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Pat
 def test_an_interrupted_demo_leaves_nothing_running(
     tmp_path: Path, arguments: tuple[str, ...], log: str, number: signal.Signals, code: int
 ) -> None:
-    process = started(*arguments, "--model", "tiny", "--keep", str(tmp_path / "kept"))
+    process = started(*arguments, "--model", "tiny", "--out", str(tmp_path / "kept"))
     serve_log = tmp_path / "kept" / log
     while not (serve_log.exists() and "Deploying new app" in serve_log.read_text(encoding="utf-8", errors="replace")):
         assert process.poll() is None, process.communicate()[0]

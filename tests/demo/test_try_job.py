@@ -12,20 +12,19 @@ import pytest
 JOB = Path(__file__).parents[2] / "serve_configs" / "jobs" / "register.yaml"
 
 
-def try_job(*arguments: str) -> tuple[int, str]:
+def try_job(*arguments: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr."""
     command = [sys.executable, "-m", "gym_capture.cli", "try-job", str(JOB), "--model", "tiny", *arguments]
-    done = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=540, check=False
-    )
-    return done.returncode, done.stdout
+    done = subprocess.run(command, capture_output=True, text=True, timeout=540, check=False)
+    return done.returncode, done.stdout, done.stderr
 
 
 @pytest.mark.engine
 def test_every_check_holds_also_at_a_temperature(tmp_path: Path) -> None:
     settings = ["--set", "tasks.count=1", "--set", "samples=2", "--temperature", "0.5"]
-    code, output = try_job(*settings, "--json", str(tmp_path / "tried.json"), "--keep", str(tmp_path / "kept"))
+    code, printed, output = try_job(*settings, "--json", "--out", str(tmp_path / "kept"))
     assert code == 0, output
-    tried = json.loads((tmp_path / "tried.json").read_text(encoding="utf-8"))
+    tried = json.loads(printed)
     assert tried["held"], output
     assert (tried["built"]["calls"], tried["built"]["contiguous_links"]) == (6, 4)
     assert tried["training"]["compared_tokens"] > 0
@@ -34,7 +33,7 @@ def test_every_check_holds_also_at_a_temperature(tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_be_is_refused_before_a_graph_starts(tmp_path: Path) -> None:
-    code, output = try_job("--set", "sample=2", "--keep", str(tmp_path))
+    code, _, output = try_job("--set", "sample=2", "--out", str(tmp_path))
     assert code == 2
     assert "sample" in output
     assert not (tmp_path / "serve.yaml").exists()

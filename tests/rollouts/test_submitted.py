@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+import ray
 import yaml
 from ray.job_submission import JobSubmissionClient
 
@@ -62,7 +64,7 @@ class Commands:
 
     async def __call__(self, *words: str, code: int = 0) -> str:
         """What it printed; of one that fails, what it said."""
-        ended = await asyncio.to_thread(_code_of, ["rollouts", *words, "--address", self.address])
+        ended = await asyncio.to_thread(_code_of, ["rollouts", *words, "--ray-address", self.address])
         said = self.capsys.readouterr()
         assert ended == code, said
         return said.err if code else said.out
@@ -77,6 +79,18 @@ class Commands:
             if found["state"] not in ("PENDING", "RUNNING"):
                 return found
             await asyncio.sleep(0.3)
+
+
+async def exported_rollouts() -> dict[str, str]:
+    """Those of jobs by their states, as Prometheus would scrape them."""
+    found = {}
+    async with httpx.AsyncClient(trust_env=False) as http:
+        for node in ray.nodes():
+            text = (await http.get(f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics")).text
+            for line in text.splitlines():
+                if line.startswith("ray_gym_capture_job_rollouts{") and f'namespace="{NAMESPACE}"' in line:
+                    found[line.partition('state="')[2].partition('"')[0]] = line.split()[-1]
+    return found
 
 
 def _code_of(words: list[str]) -> int:
@@ -115,7 +129,9 @@ async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitt
         }
         file = tmp_path / "job.yaml"
         file.write_text(yaml.safe_dump(job))
+        built = tmp_path / "built here"
         submitting = ("submit", str(file), "--out", str(out), "--set", "samples=4", "--env", "CREDENTIAL")
+        submitting += ("--build", str(built))
         job_id = (await command(*submitting)).strip()
         tasks.unlink()  # they have travelled
         while not two_wait.is_set():
@@ -127,7 +143,11 @@ async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitt
 
         found = await command.state(job_id)
         assert (found["state"], found["out"], found["env"]) == ("RUNNING", str(out), ["CREDENTIAL"])
+        assert found["build"] == str(built)
         assert f"{job_id}  RUNNING  {out}" in await command("status")
+        states = {"waiting": "0.0", "running": "2.0", "finished": "2.0", "failed": "0.0"}
+        while await exported_rollouts() != states:  # noqa: ASYNC110
+            await asyncio.sleep(0.3)
         tasks.write_text("")
         assert f"has a job that runs, {job_id}" in await command(*submitting, code=2)
 
@@ -147,6 +167,8 @@ async def test_a_job_is_submitted_watched_stopped_and_goes_on_when_it_is_submitt
         said = await command("logs", "--follow", again)
         assert "4 of 4 rollouts finished; 2 were over before this run" in said
         assert (await command.over(again))["state"] == "SUCCEEDED"
+        assert json.loads((built / "_report.json").read_text())["requested"] == 4
+        assert (out / "rows.parquet").exists()
         assert {call.rollout_id for call in server.calls[before:]} == {name.replace("-a1", "-a2") for name in waiting}
     details = JobSubmissionClient(cluster.address()).get_job_info(again)
     assert "do-not-tell" not in json.dumps([details.metadata, details.entrypoint])
@@ -179,6 +201,7 @@ async def test_what_is_wrong_is_said_in_one_line(
     file.write_text("format_version: 1\nout: runs/here\n")
     assert "out: runs/here is relative" in await command("submit", str(file), code=2)
     absolute = ("submit", str(file), "--out", str(tmp_path / "job"))
+    assert "--build: here is relative" in await command(*absolute, "--build", "here", code=2)
     assert "there is no such variable" in await command(*absolute, "--env", "NOT_THERE", code=2)
     assert "there is no such folder" in await command(*absolute, "--package", str(tmp_path / "no"), code=2)
     monkeypatch.setenv("RAY_ADDRESS", "http://another:8265")

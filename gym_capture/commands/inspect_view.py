@@ -1,0 +1,187 @@
+"""The views of a rollout as a terminal shows them.
+
+Invariant: recorded text is data. What is not printable - escape sequences, marks that turn the direction of writing,
+halves of emoji - is shown as its code, so that no text of an agent does anything to a terminal.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import Any, Final, NamedTuple
+
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from gym_capture.inspector.seen import KIND_NAMES
+
+_STYLES: Final = {"prompt": "dim", "trained": "green", "not_trained": "red", "inserted_close": "yellow"}
+_LINKS: Final = {"exact": "green", "rendered": "yellow", "split": "red", "none": "dim"}
+_EXCERPT: Final = 160
+_SHOWN_IDS: Final = 8
+
+
+class Run(NamedTuple):
+    """Neighbouring tokens of one kind, call and reason."""
+
+    begin: int
+    end: int
+    kind: str
+    call: str | None
+    why: str | None
+    versions: tuple[str, ...]
+    log_prob: float | None
+    """The mean of those that are known."""
+    ids: tuple[int, ...]
+    text: str | None
+
+
+def show(rollout: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]], *, full: bool) -> None:
+    console = Console(highlight=False)
+    console.print(Group(*_head(rollout)))
+    console.print(tree(rollout))
+    if not rollout["calls"] and not trajectories:
+        console.print("nothing is on record here; of a job's rollouts the graph has the records: --records DIRECTORY")
+    numbers = {call["call"]: f"#{call['number']}" for call in rollout["calls"]}
+    for each in trajectories:
+        console.print()
+        console.print(Group(*_trajectory(each, numbers, full=full)))
+
+
+def visible(text: str) -> str:
+    """Text in one line that does nothing to a terminal."""
+    return "".join(_shown(character) for character in text)
+
+
+def _shown(character: str) -> str:
+    if character == "\n":
+        return "↵"
+    if unicodedata.category(character)[0] == "C" or character in "\u2028\u2029":
+        code = ord(character)
+        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+    return character
+
+
+# --- the tree of calls ------------------------------------------------------------------------------------------------
+
+
+def _head(rollout: Mapping[str, Any]) -> Iterator[Text]:
+    named = ("group", "sample", "attempt", "state", "reward", "harness")
+    facts = [f"{name} {visible(str(rollout[name]))}" for name in named if rollout[name] is not None]
+    yield Text.assemble((visible(rollout["rollout"]), "bold"), "  ", ", ".join(facts))
+    tokens = f"{rollout['trained_tokens']:,} of {rollout['generated_tokens']:,} generated ids are trained"
+    yield Text(f"{len(rollout['calls'])} calls, {rollout['trajectories']} trajectories, {tokens}")
+    for reason in rollout["mask_reasons"]:
+        yield Text.assemble(("masked: ", "red"), visible(reason), f"  (gym-capture explain {visible(reason)})")
+
+
+def tree(rollout: Mapping[str, Any]) -> Tree:
+    """The calls, each below the one that it continues. A line or two for each."""
+    root = Tree(Text("calls", "bold"), guide_style="dim")
+    nodes: dict[str, Tree] = {}
+    for call in rollout["calls"]:
+        above = nodes.get(call["parent"] or "", root)
+        nodes[call["call"]] = above.add(_call(call))
+    return root
+
+
+def _call(call: Mapping[str, Any]) -> Text:
+    link, reason = call["link"]["kind"], call["link"]["reason"]
+    line = Text.assemble((f"#{call['number']} ", "bold"), (str(call["role"]), "cyan"), f"  {visible(call['call'])}")
+    if call["parent"] is not None or link != "none":
+        line.append(f"  {link}", _LINKS[link])
+    line.append(f"  {_count(call['prompt_tokens'])} ({call['supplied_tokens']:,} supplied)", "dim")
+    line.append(f" + {_count(call['generated_tokens'])}", "dim")
+    ended = [str(call[name]) for name in ("finish",) if call[name]]
+    ended += [f"weights {call['weight_version']}"] if call["weight_version"] else []
+    ended += [f"{call['seconds']:.1f} s"] if call["seconds"] else []
+    line.append(f"  {', '.join(map(visible, ended))}", "dim")
+    if reason is not None:
+        line.append(f"\n{visible(reason)}: {visible(call['link']['words'])}", "yellow")
+    if call["excluded"] is not None:
+        line.append(f"\nnot trained, {visible(call['excluded'])}: {visible(call['excluded_words'] or '')}", "red")
+    if call["preview"]:
+        line.append(f"\n{visible(call['preview'])}", "italic")
+    return line
+
+
+def _count(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+# --- a trajectory -----------------------------------------------------------------------------------------------------
+
+
+def _trajectory(trajectory: Mapping[str, Any], numbers: Mapping[str, str], *, full: bool) -> Iterator[Text | Table]:
+    facts = [f"{trajectory['tokens']:,} ids, {trajectory['trained_tokens']:,} trained"]
+    facts += [f"{name} {trajectory[name]:g}" for name in ("reward", "advantage") if trajectory[name] is not None]
+    facts += [] if trajectory["delivered"] else ["not delivered: shown for the calls that no other has"]
+    title = (f"trajectory {trajectory['trajectory']}", "bold")
+    yield Text.assemble(title, f"  {visible(trajectory['id'])}  {', '.join(facts)}")
+    table = Table(box=None, pad_edge=False)
+    for column in ("ids", "kind", "call", "weights", "log prob", "text"):
+        table.add_column(column, justify="right" if column in ("ids", "log prob") else "left", overflow="fold")
+    for run in runs(trajectory["pages"], trajectory["calls"]):
+        style = _STYLES[run.kind]
+        table.add_row(
+            f"{run.begin:,}-{run.end:,}",
+            Text(f"{run.kind.replace('_', ' ')}{'' if run.why is None else f': {visible(run.why)}'}", style),
+            "" if run.call is None else Text(numbers.get(run.call) or visible(run.call)),
+            Text(visible(", ".join(run.versions))),
+            "" if run.log_prob is None else f"{run.log_prob:.3f}",
+            Text(_said(run, full=full), style),
+        )
+    yield table
+    for split in trajectory["splits"]:
+        yield from _split(split, numbers)
+
+
+def runs(pages: Sequence[Mapping[str, Any]], calls: Sequence[str]) -> Iterator[Run]:
+    """The stretches of a trajectory, in order."""
+    tokens = [token for page in pages for token in _tokens(page)]
+    begin = 0
+    for (kind, call, why), same in groupby(tokens, key=lambda token: token[:3]):
+        here = list(same)
+        known = [token[4] for token in here if token[4] is not None]
+        texts = [token[6] for token in here]
+        yield Run(
+            begin=begin,
+            end=begin + len(here),
+            kind=KIND_NAMES[kind],
+            call=calls[call] if call >= 0 else None,
+            why=why,
+            versions=tuple(dict.fromkeys(token[3] for token in here if token[3] is not None)),
+            log_prob=sum(known) / len(known) if known else None,
+            ids=tuple(token[5] for token in here),
+            text=None if None in texts else "".join(texts),
+        )
+        begin += len(here)
+
+
+def _tokens(page: Mapping[str, Any]) -> Iterator[tuple[Any, ...]]:
+    """Kind, call, why, version, log probability, id and text of each."""
+    whys = [None if why < 0 else page["whys"][why] for why in page["why"]]
+    columns = (page["kinds"], page["calls"], whys, page["versions"], page["logprobs"], page["ids"], page["texts"])
+    yield from zip(*columns, strict=True)
+
+
+def _said(run: Run, *, full: bool) -> str:
+    if run.text is None:
+        shown = run.ids if full else run.ids[:_SHOWN_IDS]
+        return " ".join(map(str, shown)) + (" ..." if len(shown) < len(run.ids) else "")
+    text = visible(run.text)
+    half = _EXCERPT // 2
+    return text if full or len(text) <= _EXCERPT else f"{text[:half]} [...] {text[-half:]}"
+
+
+def _split(split: Mapping[str, Any], numbers: Mapping[str, str]) -> Iterator[Text]:
+    reason = "" if split["reason"] is None else f", {visible(split['reason'])}: {visible(split['words'] or '')}"
+    call, before = (numbers.get(split[name]) or visible(split[name]) for name in ("call", "parent"))
+    yield Text(f"{call} parts from {before} after {split['at']:,} ids{reason}", "red")
+    for side in (split["a"], split["b"]):
+        texts = [visible(text) for text in side["texts"] if text is not None]
+        words = " | ".join(texts) if texts else " ".join(map(str, side["ids"]))
+        yield Text.assemble((f"  {visible(side['from'])}: ", "dim"), words)
