@@ -22,8 +22,8 @@ from gym_capture.cluster.replies import answer
 from gym_capture.errors import GymCaptureError, StoreUnavailableError
 from gym_capture.serving.mirror import alive_nodes
 from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, Seat, Welcome
-from gym_capture.serving.weights_mirror import copies_of
 from gym_capture.serving.weights_metrics import WeightMetrics
+from gym_capture.serving.weights_mirror import copies_of
 from gym_capture.serving.weights_plane import WeightPlane
 from gym_capture.serving.weights_record import WeightsRecord
 
