@@ -197,6 +197,18 @@ def verify(payload: Payload, model: ModelSpec, *, allow_non_finite: bool = False
             )
 
 
+def look_at(payload: Payload) -> None:
+    """Whether the files are there as a whole, unread. Raises `WeightsRefusedError`."""
+    for name, expected in payload.files.items():
+        file = Path(payload.folder) / name
+        try:
+            size = file.stat().st_size
+        except OSError as error:
+            raise WeightsRefusedError(f"{file} cannot be read: {error.strerror}") from error
+        if size != expected.size_bytes:
+            raise WeightsRefusedError(f"{file} is not the file that its manifest describes: its size differs")
+
+
 def compare(tensors: Mapping[str, TensorSpec], model: ModelSpec) -> None:
     """Raises `WeightsRefusedError` unless these are tensors of this model."""
     optional = {_TIED} if model.is_tied else set()

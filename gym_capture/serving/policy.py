@@ -89,7 +89,11 @@ class Policy:
         )
         if engine.weights is not None:
             self._weights = WeightAgent(
-                self._coordinator, engine.weights, replica=uuid.uuid4().hex[:12], model=args.model
+                self._coordinator,
+                engine.weights,
+                replica=uuid.uuid4().hex[:12],
+                model=args.model,
+                node=ray.get_runtime_context().get_node_id(),
             )
             await self._weights.start()
 

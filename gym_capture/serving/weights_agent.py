@@ -43,7 +43,7 @@ from gym_capture.serving.weights_messages import (
     Version,
     Welcome,
 )
-from gym_capture.weights import payload_at
+from gym_capture.weights import look_at, payload_at
 
 logger = logging.getLogger(__name__)
 
@@ -61,10 +61,13 @@ class Coordinator(Protocol):
 class WeightAgent:
     """The weights of one replica."""
 
-    def __init__(self, coordinator: Coordinator, weights: WeightControl, *, replica: str, model: str) -> None:
+    def __init__(
+        self, coordinator: Coordinator, weights: WeightControl, *, replica: str, model: str, node: str
+    ) -> None:
         self._coordinator = coordinator
         self._weights = weights
         self._replica = replica
+        self._node = node
         self._version = Version(number=0, model=model)
         self._is_sound = True
         self._is_paused = False
@@ -128,6 +131,7 @@ class WeightAgent:
             is_sound=self._is_sound,
             world_size=self._weights.world_size,
             dtype=self._weights.dtype,
+            node=self._node,
             cannot_load=self._cannot_load,
         )
 
@@ -167,9 +171,12 @@ class WeightAgent:
 
     async def _obey(self, order: Order) -> object:
         match order:
-            case Check(folder, allow_non_finite):
+            case Check(folder, allow_non_finite, was_read):
                 payload = await asyncio.to_thread(payload_at, folder)
-                await self._weights.check(payload, allow_non_finite=allow_non_finite)
+                if was_read:
+                    await asyncio.to_thread(look_at, payload)
+                else:
+                    await self._weights.check(payload, allow_non_finite=allow_non_finite)
                 return payload
             case Apply(version):
                 await self._apply(version)

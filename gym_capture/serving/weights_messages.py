@@ -43,6 +43,8 @@ class Seat(NamedTuple):
     """Its weights are whole: no load failed, none is under way."""
     world_size: int
     dtype: str
+    node: str
+    """Replicas of one node see the same disks."""
     cannot_load: str | None = None
     """The digest of what it was told to load, and could not."""
 
@@ -69,6 +71,8 @@ class Check(NamedTuple):
 
     folder: str
     allow_non_finite: bool
+    was_read: bool = False
+    """Another replica of the node has verified it: see only that it is there."""
 
 
 class Apply(NamedTuple):

@@ -68,6 +68,9 @@ class _Update:
     payload: Payload | None = None
     """A folder that every replica has checked."""
     checked: set[str] = field(default_factory=set)
+    """The replicas that see it."""
+    read_on: set[str] = field(default_factory=set)
+    """The nodes on which it was read from end to end."""
     has_transfer: bool = False
     """Weights come by a transfer: replicas are paused, and what they hold is no version."""
     may_go_back: bool = False
@@ -219,6 +222,9 @@ class WeightPlane:
             _only_known(info)
             update.may_go_back = info.get("force") is True
             update.allow_non_finite = info.get("allow_non_finite") is True
+            update.payload = None  # of a folder before this one nothing counts
+            update.checked.clear()
+            update.read_on.clear()
             try:
                 update.payload = await self._checked(update, str(info["folder"]))
                 self._forward(update.payload.version, update.payload.digest, may_go_back=update.may_go_back)
@@ -332,8 +338,14 @@ class WeightPlane:
         return self._current
 
     async def _checked(self, update: _Update, folder: str) -> Payload:
+        """One replica of each node reads the folder, then the others there see whether it is the same for them."""
         unchecked = [member for member in self._members if member.replica not in update.checked]
-        answers = await self._all(Check(folder, update.allow_non_finite), unchecked)
+        readers = {member.seat.node: member for member in unchecked if member.seat.node not in update.read_on}
+        answers = await self._all(Check(folder, update.allow_non_finite), readers.values())
+        demand(answers, f"refuses {folder}")
+        update.read_on |= readers.keys()
+        others = [member for member in unchecked if member not in readers.values()]
+        answers += await self._all(Check(folder, update.allow_non_finite, was_read=True), others)
         demand(answers, f"refuses {folder}")
         payloads = [answer.value for answer in answers] + ([] if update.payload is None else [update.payload])
         if any(payload != payloads[0] for payload in payloads):

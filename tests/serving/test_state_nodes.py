@@ -152,7 +152,7 @@ async def test_a_node_is_lost_with_its_disk_and_nothing_that_was_acknowledged(
     monkeypatch.setattr(weights_actor, "alive_nodes", lambda: [lost.node_id])
     weights = coordinator_of(nodes)
     served = Version(number=7, model="/models/policy", folder="/weights/7", digest="7")
-    await weights.join(Seat("a", served, is_sound=True, world_size=1, dtype="float32"))
+    await weights.join(Seat("a", served, is_sound=True, world_size=1, dtype="float32", node="n"))
     assert (nodes.records / "mirror-weights" / FILE).exists()
 
     nodes.lose(lost)

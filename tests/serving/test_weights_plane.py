@@ -64,6 +64,38 @@ async def test_none_goes_on_before_all_have_loaded(tmp_path: Path) -> None:
         await cluster.settled("1")
 
 
+async def test_the_last_folder_of_an_update_counts_and_is_checked(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.serving.start()
+        for payload in (folder(tmp_path, 1), folder(tmp_path, 2)):
+            await cluster.serving.update({"folder": payload.folder})
+        assert (await cluster.serving.finish(None))["weight_version"] == "2"
+        assert [step for step in cluster.replicas["a"].weights.steps if step.startswith("check")] == [
+            "check 1",
+            "check 2",
+        ]
+
+
+async def test_weights_are_read_once_on_each_node_and_seen_by_every_replica(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path) as cluster:
+        for name, node in (("a", "n1"), ("b", "n1"), ("c", "n2")):
+            await cluster.start(name, node=node)
+        await cluster.push(folder(tmp_path, 1))
+        await cluster.settled("1")
+        read = {name: "check 1" in replica.weights.steps for name, replica in cluster.replicas.items()}
+        assert read.pop("c")
+        assert sorted(read.values()) == [False, True]
+
+        refused = folder(tmp_path, 2)
+        await cluster.serving.start()
+        await cluster.serving.update({"folder": refused.folder})
+        await cluster.start("d", node="n2")
+        (Path(refused.folder) / "x.safetensors").write_bytes(b"more than there was")
+        with pytest.raises(WeightsRefusedError, match=r"replica d refuses .* its size differs"):
+            await cluster.serving.finish(2)
+        await cluster.settled("1")
+
+
 @pytest.mark.parametrize("step", ["check", "apply"])
 async def test_a_failure_on_one_replica_leaves_all_with_the_version_before(tmp_path: Path, step: str) -> None:
     async with cluster_of(tmp_path, "a", "b", "c") as cluster:

@@ -44,14 +44,14 @@ class Cluster:
         assert self.plane is not None
         return self.plane
 
-    async def start(self, name: str, *, model: str = MODEL) -> Replica:
-        """Returns once it takes calls."""
-        replica = self.add(name, model=model)
+    async def start(self, name: str, *, model: str = MODEL, node: str | None = None) -> Replica:
+        """Returns once it takes calls. `node`: None for one of its own."""
+        replica = self.add(name, model=model, node=node)
         await replica.agent.start()
         return replica
 
-    def add(self, name: str, *, model: str = MODEL) -> Replica:
-        replica = self.replicas[name] = Replica(self, name, model=model)
+    def add(self, name: str, *, model: str = MODEL, node: str | None = None) -> Replica:
+        replica = self.replicas[name] = Replica(self, name, model=model, node=node or name)
         return replica
 
     async def kill(self, name: str) -> None:
@@ -129,7 +129,7 @@ async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
 class Replica:
     """One agent and its weights."""
 
-    def __init__(self, cluster: Cluster, name: str, *, model: str) -> None:
+    def __init__(self, cluster: Cluster, name: str, *, model: str, node: str) -> None:
         self.name = name
         self.weights = ScriptedWeights(model=cluster.checks_against, on_step=self._on_step)
         self.died = asyncio.Event()
@@ -139,7 +139,7 @@ class Replica:
         """Steps that wait, likewise."""
         self.reached: dict[str, asyncio.Event] = {}
         self._cluster = cluster
-        self.agent = WeightAgent(self, self.weights, replica=name, model=model)
+        self.agent = WeightAgent(self, self.weights, replica=name, model=model, node=node)
 
     async def _on_step(self, step: str, version: str) -> None:
         for key in (step, f"{step} {version}"):
