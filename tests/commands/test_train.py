@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from gym_capture.build.builder import build
 from gym_capture.commands.train import command
+from gym_capture.commands.training_options import progress_bar
 from gym_capture.data.schema import rows, to_table
 from gym_capture.errors import ConfigError
 from gym_capture.models import tiny_dir
@@ -93,6 +97,32 @@ def test_a_folder_is_followed_until_its_job_has_ended_and_a_run_goes_on_with_wha
     other = train("--data", data, "--out", out)
     assert isinstance(other.exception, ConfigError)
     assert f"was begun with --follow --data {data}, not --data {data}" in str(other.exception)
+
+
+def test_a_log_has_a_line_now_and_then_where_a_terminal_has_a_bar() -> None:
+    written = Written()
+    with progress_bar(Console(file=written, width=200), every_s=0.001) as bar:
+        task = bar.add_task("loading the model", total=None)
+        assert written.seen("loading the model\n")
+        bar.update(task, description="step 1", completed=2, total=40)
+        assert written.seen("step 1: 2 of 40\n")
+
+
+class Written(io.StringIO):
+    """What a thread writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.news = threading.Condition()
+
+    def write(self, text: str) -> int:
+        with self.news:
+            self.news.notify_all()
+            return super().write(text)
+
+    def seen(self, text: str) -> bool:
+        with self.news:
+            return self.news.wait_for(lambda: text in self.getvalue(), timeout=60)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
