@@ -90,6 +90,19 @@ def check_device(device: str) -> None:
         torch.empty(0, device=device)
 
 
+def check_weights(url: str, token: str | None) -> None:
+    """Raises `ConfigError` or `WeightsError` if there is no graph at `--push` that takes weights with this token."""
+    import httpx
+
+    from trainer_bridge.weight_client import WeightClient
+
+    try:
+        with WeightClient(url, token=token) as client:
+            client.info()
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--push {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
+
+
 @contextmanager
 def progress_bar(console: Console | None = None, *, every_s: float = _LINE_EVERY_S) -> Iterator[Progress]:
     """On stderr: a bar on a terminal, else a line now and then."""

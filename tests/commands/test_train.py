@@ -22,7 +22,7 @@ from gym_capture.build.builder import build
 from gym_capture.commands.train import command
 from gym_capture.commands.training_options import progress_bar
 from gym_capture.data.schema import rows, to_table
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, WeightsFailedError
 from gym_capture.models import tiny_dir
 from tests.data.made_rollouts import snapshot
 from trainer_bridge.grpo import GrpoTrainer
@@ -172,6 +172,15 @@ def test_what_cannot_work_is_said_before_anything_is_made(
     failed = train("--data", data, "--out", tmp_path / "run", *arguments)
     assert isinstance(failed.exception, ConfigError)
     assert message in str(failed.exception)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("url", "kind"), [("http://127.0.0.1:9", WeightsFailedError), ("http://here:port", ConfigError)])
+def test_weights_that_would_go_nowhere_are_said_before_anything_is_made(
+    tmp_path: Path, data: Path, url: str, kind: type[Exception]
+) -> None:
+    failed = train("--data", data, "--out", tmp_path / "run", "--push", url)
+    assert isinstance(failed.exception, kind), failed.output
     assert not (tmp_path / "run").exists()
 
 
