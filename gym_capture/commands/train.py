@@ -32,7 +32,7 @@ from gym_capture.commands.training_options import Aggregation, Layout
 from gym_capture.commands.weights import Token
 from gym_capture.data.advantages import Scale
 from gym_capture.durable_files import replace_file
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, StreamLostError, WeightsError
 from gym_capture.rollouts.progress import JobProgress
 
 if TYPE_CHECKING:
@@ -235,6 +235,8 @@ def command(
     if data is not None and not follow:
         count_rows(data)  # all of it can be read, before anything is loaded
     job = None if play is None else job_of(play, asked.settings)
+    if push is not None:
+        options.check_weights(push, token)
     again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
     console = Console(soft_wrap=True, highlight=False)
     with (
@@ -265,9 +267,13 @@ def command(
         run = _Run(trainer, asked, job, pushes, console, bar, task)
         before = trainer.progress.step
         with stopped_by_signals(trainer.stop) as received:
-            progress = run.go()
+            try:
+                progress = run.go()
+            except (WeightsError, StreamLostError):
+                console.print(_kept(trainer.progress, out))
+                raise
     if received:
-        console.print(_stopped(received[0].name, progress, out))
+        console.print(f"stopped by {received[0].name}: {_kept(progress, out)}")
         raise typer.Exit(128 + received[0])
     if progress.step == before:
         console.print(f"nothing to do: {out} has all {progress.step} steps")
@@ -332,9 +338,9 @@ class _Run:
         self.bar.update(self.task, description=text, completed=done, total=of)
 
 
-def _stopped(name: str, progress: Progress, out: Path) -> str:
+def _kept(progress: Progress, out: Path) -> str:
     kept = f"a checkpoint of step {progress.step} is in {out}" if progress.step else "no step was made"
-    return f"stopped by {name}: {kept}; the same command goes on"
+    return f"{kept}; the same command goes on"
 
 
 def _scraped(out: Path, host: str, port: int | None) -> AbstractContextManager[object]:

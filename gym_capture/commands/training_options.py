@@ -5,11 +5,12 @@ Invariant: what cannot work is one line, before a model is loaded or a folder is
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -20,6 +21,11 @@ from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_bridge.grpo import StepMetrics
+
+
+_LINE_EVERY_S: Final = 10.0
+_SAME_AGAIN: Final = 6
+"""Lines that say nothing new are left out, but for the last of so many."""
 
 
 class Aggregation(StrEnum):
@@ -84,9 +90,23 @@ def check_device(device: str) -> None:
         torch.empty(0, device=device)
 
 
+def check_weights(url: str, token: str | None) -> None:
+    """Raises `ConfigError` or `WeightsError` if there is no graph at `--push` that takes weights with this token."""
+    import httpx
+
+    from trainer_bridge.weight_client import WeightClient
+
+    try:
+        with WeightClient(url, token=token) as client:
+            client.info()
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--push {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
+
+
 @contextmanager
-def progress_bar() -> Iterator[Progress]:
-    """On stderr."""
+def progress_bar(console: Console | None = None, *, every_s: float = _LINE_EVERY_S) -> Iterator[Progress]:
+    """On stderr: a bar on a terminal, else a line now and then."""
+    console = console or Console(stderr=True)
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -94,8 +114,32 @@ def progress_bar() -> Iterator[Progress]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
+    with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+        if console.is_terminal:
+            yield progress
+            return
+        ended = threading.Event()
+        lines = threading.Thread(target=_lines, args=(progress, ended, every_s), name="progress", daemon=True)
+        lines.start()
+        try:
+            yield progress
+        finally:
+            ended.set()
+            lines.join()
+
+
+def _lines(progress: Progress, ended: threading.Event, every_s: float) -> None:
+    """Says where things stand, if that has changed since it was said, and now and then although it has not."""
+    said, silent = "", 0
+    while not ended.wait(every_s):
+        now = "; ".join(
+            task.description if task.total is None else f"{task.description}: {task.completed:g} of {task.total:g}"
+            for task in progress.tasks
+        )
+        silent += 1
+        if now and (now != said or silent >= _SAME_AGAIN):
+            progress.console.print(now, highlight=False, markup=False, soft_wrap=True)
+            said, silent = now, 0
 
 
 def warnings(metrics: StepMetrics) -> list[str]:

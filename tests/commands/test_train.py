@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
 import shutil
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from queue import Queue
 from typing import Any
 from urllib.request import urlopen
 
@@ -14,15 +19,24 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from gym_capture.build.builder import build
+from gym_capture.commands.fence import Fence
 from gym_capture.commands.train import command
+from gym_capture.commands.training_options import progress_bar
 from gym_capture.data.schema import rows, to_table
+from gym_capture.data.sources import SourceSpec
 from gym_capture.demo.processes import free_port
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, WeightsFailedError
 from gym_capture.models import tiny_dir
+from gym_capture.rollouts.progress import uncounted
+from gym_capture.stores.memory import MemoryStore
+from tests.data import made_rollouts
 from tests.data.made_rollouts import snapshot
+from tests.rollouts.scripted_server import serving, solve
+from tests.rollouts.unseen import Unseen
 from trainer_bridge.grpo import GrpoTrainer, StepMetrics
 
 
@@ -97,6 +111,89 @@ def test_a_folder_is_followed_until_its_job_has_ended_and_a_run_goes_on_with_wha
     assert f"was begun with --follow --data {data}, not --data {data}" in str(other.exception)
 
 
+@contextmanager
+def solving() -> Iterator[str]:
+    """The URL of a server, in a thread, on which every rollout goes well: the command has the main one, for signals."""
+    ready: Queue[str] = Queue()
+    loop, over = asyncio.new_event_loop(), asyncio.Event()
+
+    async def serve() -> None:
+        async with serving(solve) as server:
+            ready.put(server.url)
+            await over.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    try:
+        yield ready.get(timeout=60)
+    finally:
+        loop.call_soon_threadsafe(over.set)
+        thread.join()
+        loop.close()
+
+
+def test_a_job_is_played_and_trained_and_goes_on_with_its_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = SourceSpec(import_path=made_rollouts.IMPORT_PATH)
+    monkeypatch.setattr("gym_capture.commands.cluster.join_cluster", lambda *_, **__: None)
+    monkeypatch.setattr("gym_capture.commands.fence.fence_of", lambda *_: Fence(MemoryStore()))
+    monkeypatch.setattr("gym_capture.commands.playing.recorded", lambda *_: (uncounted, Unseen()))
+    monkeypatch.setattr("gym_capture.commands.playing.records_of", lambda namespace: made)
+    job, out = tmp_path / "job.yaml", tmp_path / "run"
+    with solving() as url:
+        job.write_text(f"{{format_version: 1, out: {tmp_path}/job, endpoint: {{url: '{url}'}}, tasks: {{count: 9}}}}")
+        options = [
+            "--play",
+            job,
+            "--set",
+            "tasks.count=3",
+            "--set",
+            "samples=2",
+            "--out",
+            out,
+            "--rollouts-per-step",
+            2,
+        ]
+        first = train(*options, "--ahead", 1, "--steps", 1)
+        assert first.exit_code == 0, first.output
+        played = (tmp_path / "job" / "rollouts.jsonl").read_text().splitlines()
+        assert len(played) <= 4  # one group was trained, one was under way
+        again = train(*options)
+        assert again.exit_code == 0, again.output
+        assert "going on behind step 1" in again.output
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["groups_trained"], line["stream/handed_out"]) for line in lines] == [
+        (1, 1, 1),
+        (2, 2, 1),
+        (3, 3, 2),
+    ]
+
+
+def test_a_log_has_a_line_now_and_then_where_a_terminal_has_a_bar() -> None:
+    written = Written()
+    with progress_bar(Console(file=written, width=200), every_s=0.001) as bar:
+        task = bar.add_task("loading the model", total=None)
+        assert written.seen("loading the model\n")
+        bar.update(task, description="step 1", completed=2, total=40)
+        assert written.seen("step 1: 2 of 40\n")
+
+
+class Written(io.StringIO):
+    """What a thread writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.news = threading.Condition()
+
+    def write(self, text: str) -> int:
+        with self.news:
+            self.news.notify_all()
+            return super().write(text)
+
+    def seen(self, text: str) -> bool:
+        with self.news:
+            return self.news.wait_for(lambda: text in self.getvalue(), timeout=60)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_gives_up_the_step_under_way_and_leaves_a_checkpoint(
     tmp_path: Path, data: Path, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
@@ -144,6 +241,17 @@ def test_what_cannot_work_is_said_before_anything_is_made(
     failed = train("--data", data, "--out", tmp_path / "run", *arguments)
     assert isinstance(failed.exception, ConfigError)
     assert message in str(failed.exception)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "kind"), [("http://127.0.0.1:9", WeightsFailedError), ("http://here:port", ConfigError)]
+)
+def test_weights_that_would_go_nowhere_are_said_before_anything_is_made(
+    tmp_path: Path, data: Path, url: str, kind: type[Exception]
+) -> None:
+    failed = train("--data", data, "--out", tmp_path / "run", "--push", url)
+    assert isinstance(failed.exception, kind), failed.output
     assert not (tmp_path / "run").exists()
 
 
