@@ -5,7 +5,7 @@ full. What ends the stream - its end, or an error - reaches the trainer through 
 before it.
 
 Flow: `start` -> a thread takes groups -> `trl_rollouts.project` -> `make_sample` -> `rollout_buffer`, which TRL drains.
-`handed_over` gives the groups of a stream, which no later run of the trainer gets again.
+`HandedOver` gives the groups of a stream, which no later run of the trainer gets again.
 
 `make_sample` is TRL's `RolloutSample`: this module needs none of TRL's packages.
 """
@@ -16,7 +16,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -37,19 +37,48 @@ class StreamOverError(GymCaptureError):
     """There are no more samples, and the trainer wants some."""
 
 
-def handed_over(source: GroupSource, position: Path, options: StreamOptions | None = None) -> Generator[Group]:
-    """The groups of a source, for a `GroupWorker`. The stream is open while its thread iterates.
+class HandedOver:
+    """The groups of a source, for a `GroupWorker`: no later run of the trainer gets them again.
 
     A group is settled in the file `position` before TRL may have it, and its records go where the source retires them:
     TRL does not say which samples are in a checkpoint. So a trainer that starts again trains no group twice, and does
-    not get those that were in the queue, or behind the checkpoint, when it stopped. Raises `ConfigError` for another
-    file.
+    not get those that were in the queue, or behind the checkpoint, when it stopped.
     """
-    with GroupStream(source, options, position=_read(position)) as stream:
+
+    def __init__(self, source: GroupSource, position: Path, options: StreamOptions | None = None) -> None:
+        """Raises `ConfigError` for a file that is something else."""
+        self._source = source
+        self._position = position
+        self._options = options
+        self._settled = _read(position)
+        self._changes = threading.Lock()
+        self._open: GroupStream | None = None
+        self._ended = False
+
+    def __iter__(self) -> Iterator[Group]:
+        """Once. The stream is open as long as its thread iterates."""
+        with GroupStream(self._source, self._options, position=self._settled) as stream:
+            with self._changes:
+                self._open = None if self._ended else stream
+            try:
+                if self._open is not None:
+                    yield from self._groups(stream)
+            finally:
+                with self._changes:
+                    self._open = None
+
+    def end(self) -> None:
+        """There are no more, also for whoever waits for one. For other threads."""
+        with self._changes:
+            self._ended = True
+            if self._open is not None:
+                self._open.end()
+
+    def _groups(self, stream: GroupStream) -> Iterator[Group]:
         for group in stream:
             settled = stream.trained([group])
-            position.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(position, json.dumps(settled.as_json()).encode())
+            self._position.parent.mkdir(parents=True, exist_ok=True)
+            replace_file(self._position, json.dumps(settled.as_json()).encode())
             stream.acknowledge(settled)
             yield group
 
@@ -68,7 +97,7 @@ class GroupWorker:
 
     def __init__(
         self,
-        groups: Iterable[Sequence[TrainRollout]],
+        groups: HandedOver | Iterable[Sequence[TrainRollout]],
         make_sample: Callable[..., Any],
         *,
         queue_size: int = 256,
@@ -91,8 +120,10 @@ class GroupWorker:
         self._running = self._thread.submit(self._run)
 
     def stop(self) -> None:
-        """Waits for the stream to give the group that it is asked for."""
+        """Ends the stream of `HandedOver`. Other groups are waited for, if one has been asked for."""
         self._stopped.set()
+        if isinstance(self._groups, HandedOver):
+            self._groups.end()
         self._thread.shutdown()
 
     def update_model_version(self, model_version: int) -> None:
@@ -111,15 +142,11 @@ class GroupWorker:
         raise StreamOverError("all groups are trained: set max_steps to what they make, or give the worker more groups")
 
     def _run(self) -> None:
-        try:
-            for group in self._groups:
-                for row in project(group, self.delivery):
-                    row["model_version"] -= self.versions_before
-                    if not self._put(self._make_sample(**with_arrays(row), enqueued_at=time.time())):
-                        return
-        finally:
-            if isinstance(self._groups, Generator):  # what it holds open, it holds for this thread
-                self._groups.close()
+        for group in self._groups:
+            for row in project(group, self.delivery):
+                row["model_version"] -= self.versions_before
+                if not self._put(self._make_sample(**with_arrays(row), enqueued_at=time.time())):
+                    return
 
     def _put(self, sample: Any) -> bool:
         while not self._stopped.is_set():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from gym_capture.errors import AuthenticationError, ConfigError, WeightsRefusedE
 from tests.serving.weight_replicas import served
 from tests.weight_folders import moved
 from trainer_bridge.group_sources import ParquetGroups
-from trainer_bridge.groups import Group
 from trainer_bridge.trl_weights import GraphWeights
-from trainer_bridge.trl_worker import GroupWorker, StreamOverError, handed_over
+from trainer_bridge.trl_worker import GroupWorker, HandedOver, StreamOverError
 from trainer_bridge.weight_client import WeightClient
 from trainer_bridge.weight_sync import WeightSync
 
@@ -48,7 +47,7 @@ class Sample:
     enqueued_at: float
 
 
-def names(groups: Iterator[Group]) -> list[str]:
+def names(groups: HandedOver) -> list[str]:
     return [each.group_id for each in groups]
 
 
@@ -56,44 +55,58 @@ def test_no_later_run_gets_a_group_again(tmp_path: Path) -> None:
     position = tmp_path / "run" / "groups.json"
     for number, name in enumerate("abc"):
         write_part(tmp_path, number, name)
-    first = handed_over(ParquetGroups(tmp_path), position)
+    first = iter(HandedOver(ParquetGroups(tmp_path), position))
     assert [next(first).group_id, next(first).group_id] == ["a", "b"]
-    first.close()
     write_part(tmp_path, 3, "d")
-    assert names(handed_over(ParquetGroups(tmp_path), position)) == ["c", "d"]
-    assert names(handed_over(ParquetGroups(tmp_path), position)) == []
+    assert names(HandedOver(ParquetGroups(tmp_path), position)) == ["c", "d"]
+    assert names(HandedOver(ParquetGroups(tmp_path), position)) == []
 
 
 def test_records_go_as_soon_as_their_group_cannot_come_again(tmp_path: Path) -> None:
     source = Listed(group("a"), group("b"))
-    groups = handed_over(source, tmp_path / "groups.json")
+    groups = iter(HandedOver(source, tmp_path / "groups.json"))
     next(groups)
     assert (tmp_path / "groups.json").exists()
     assert source.retired == ["a.0", "a.1"]
-    groups.close()
-    assert source.closed
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"format": 0}', "[]"])
 def test_another_file_is_no_position(tmp_path: Path, text: str) -> None:
     (tmp_path / "groups.json").write_text(text)
     with pytest.raises(ConfigError, match="position"):
-        next(handed_over(Listed(group("a")), tmp_path / "groups.json"))
+        HandedOver(Listed(group("a")), tmp_path / "groups.json")
 
 
 def test_a_worker_that_stops_ends_what_it_began(tmp_path: Path) -> None:
     source = Listed(*(group(f"g{n}") for n in range(9)))
     threads = threading.active_count()
-    worker = GroupWorker(handed_over(source, tmp_path / "groups.json"), Sample, queue_size=1)
+    worker = GroupWorker(HandedOver(source, tmp_path / "groups.json"), Sample, queue_size=1)
     worker.start()
     worker.rollout_buffer.get(timeout=WAIT_S)
     worker.stop()
     assert source.closed
     assert len(source.built) < 9
     assert threading.active_count() == threads
-    worker.rollout_buffer.get(timeout=WAIT_S)
+
+
+def test_a_worker_stops_though_no_group_comes(tmp_path: Path) -> None:
+    """Of a job that died, say, before it wrote that it is over."""
+    write_part(tmp_path, 0, "a")
+    worker = GroupWorker(HandedOver(ParquetGroups(tmp_path, follow=True), tmp_path / "groups.json"), Sample)
+    worker.start()
+    for _ in range(2):
+        worker.rollout_buffer.get(timeout=WAIT_S)
+    worker.stop()
     with pytest.raises(StreamOverError):
         worker.check_health(1.0)
+
+
+def test_a_worker_may_stop_before_it_has_begun(tmp_path: Path) -> None:
+    source = Listed(group("a"))
+    groups = HandedOver(source, tmp_path / "groups.json")
+    groups.end()
+    assert names(groups) == []
+    assert not (tmp_path / "groups.json").exists()
 
 
 async def test_the_graph_has_a_new_version_after_every_send_and_samples_are_as_old_as_trl_counts(

@@ -10,7 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer, async_grpo_trainer
 from trl.experimental.async_grpo.async_rollout_worker import RolloutSample
 from trl.experimental.async_grpo.packing import TreeRow
 
@@ -121,3 +123,10 @@ def test_a_stream_that_ends_or_breaks_is_told() -> None:
     worker.stop()
     with pytest.raises(StreamOverError, match="the stream of groups broke: no route to host"):
         worker.check_health(1.0)
+
+
+def test_a_merged_adapter_has_the_names_that_the_graph_knows() -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_dir())
+    names = [name for name, _ in model.named_parameters()]
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
+    assert [name for name, _ in async_grpo_trainer._iter_vllm_named_params(adapted)] == names
