@@ -139,7 +139,9 @@ class Table:
                 self._groups[row.group].pop(rollout_id, None)
 
     def group(self, group: str) -> Sequence[Row]:
-        return [self.rows[rollout_id] for rollout_id in self._groups.get(group, ())]
+        """Its rollouts, by their samples."""
+        rows = (self.rows[rollout_id] for rollout_id in self._groups.get(group, ()))
+        return sorted(rows, key=lambda row: (row.sample is None, row.sample, row.rollout))
 
     def due(self, limit: int, now: float) -> list[str]:
         """Rollouts that are to be read now."""

@@ -83,7 +83,7 @@ class LogFollower:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.rollouts: dict[str, Followed] = {}
-        self._news: set[str] = set()
+        self._news: dict[str, None] = {}
         self._segments: dict[int, _Segment] = {}
         self._epoch_floor = 1
         self._damages: dict[tuple[int, int], tuple[int, Damage]] = {}
@@ -92,9 +92,9 @@ class LogFollower:
     def is_damaged(self) -> bool:
         return bool(self._damages)
 
-    def news(self) -> set[str]:
-        """The rollouts of which something is new since this was asked last."""
-        news, self._news = self._news, set()
+    def news(self) -> list[str]:
+        """The rollouts of which something is new since this was asked last, in the order in which they came."""
+        news, self._news = list(self._news), {}
         return news
 
     def size_bytes(self) -> int:
@@ -216,7 +216,7 @@ class LogFollower:
             rollout = self.rollouts[frame.rollout_id] = Followed(frame.epoch)
         if rollout.epoch != frame.epoch:
             return
-        self._news.add(frame.rollout_id)
+        self._news[frame.rollout_id] = None
         if frame.type is RecordType.RETIRED:
             return
         rollout.places.extend((segment, frame.offset + begin, frame.size))
@@ -274,7 +274,7 @@ class LogFollower:
             rollout = self.rollouts[rollout_id]
             if rollout.masking != tuple(events):
                 rollout.masking = tuple(events)
-                self._news.add(rollout_id)
+                self._news[rollout_id] = None
 
 
 def _whole(found: Sequence[Frame | Damage]) -> int:

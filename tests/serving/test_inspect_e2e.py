@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from typing import Any
 
 import httpx
 
@@ -13,18 +14,15 @@ from tests.serving.graph import Graph
 
 async def test_a_served_graph_is_looked_into(graph: Graph) -> None:
     client = graph.client("looked-into")
-    messages = [{"role": "user", "content": "hi"}]
-    first = await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)  # type: ignore[call-overload]
-    messages += [
-        {"role": "assistant", "content": first.choices[0].message.content},
-        {"role": "user", "content": "more"},
-    ]
-    await client.chat.completions.create(model="policy", messages=messages, max_tokens=8)  # type: ignore[call-overload]
+    said: list[Any] = [{"role": "user", "content": "hi"}]
+    first = await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
+    said += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "more"}]
+    await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
     snapshot = await graph.snapshot("looked-into")
 
     def look() -> None:
-        with running(graph.url) as (_, url, said):
-            assert re.match(r"the graph that serves policy, at http", said[0])
+        with running(graph.url) as (_, url, (found_line, *_)):
+            assert re.match(r"the graph that serves policy, at http", found_line)
             with httpx.Client(base_url=url, trust_env=False, timeout=60) as http:
                 rows = http.get("/api/rollouts").json()["columns"]
                 assert "looked-into" in rows["rollout"]

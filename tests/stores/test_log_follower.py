@@ -60,7 +60,7 @@ async def test_a_log_is_followed_while_it_is_written(tmp_path: Path) -> None:
     follower.news()
     await store.write(Complete("r0", Outcome(reward=1.0)))
     follow(follower)
-    assert (follower.news(), follower.news()) == ({"r0"}, set())
+    assert (follower.news(), follower.news()) == (["r0"], [])
     assert follower.rollouts["r1"].calls == 3
     await check_against(store, follower)
     await store.close()
@@ -97,7 +97,7 @@ async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -
     *_, last = read_segments(tmp_path)
     data = last.path.read_bytes()
     batches = [frame.offset for frame in last.frames if frame.starts_batch]
-    for cut in range(batches[-2] + 1, len(data), 7):
+    for cut in range(batches[-2] + 1, len(data), 37):
         follower = LogFollower(tmp_path)
         last.path.write_bytes(data[:cut])
         follow(follower)
@@ -113,7 +113,7 @@ async def test_damage_masks_what_a_reader_says_it_masks(tmp_path: Path) -> None:
     await write_all(tmp_path)
     first = next(iter(read_segments(tmp_path)))
     data = first.path.read_bytes()
-    for place in range(40, len(data), 97):
+    for place in range(40, len(data), 211):
         damaged = bytearray(data)
         damaged[place] ^= 0xFF
         first.path.write_bytes(damaged)
