@@ -156,7 +156,7 @@ class Table:
         """The rows that have changed behind `since`, as columns, and the rollouts that have gone."""
         rows = [row for row in self.rows.values() if row.number > since]
         found: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
-        stale = _staleness(self.rows.values())
+        stale = _staleness(self.rows.values()) if rows else {}
         found["staleness"] = [stale.get(row.rollout) for row in rows]
         return found, [rollout_id for rollout_id, number in self._gone.items() if number > since]
 

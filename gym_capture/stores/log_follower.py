@@ -43,6 +43,8 @@ from gym_capture.stores.segments import Location, SegmentReader, segment_numbers
 
 _PLACE: Final = 3
 """Numbers of a place: segment, offset, size."""
+_COMMITTED: Final = 1 << 62
+"""Set in the size of a call's record."""
 
 
 @dataclass(slots=True)
@@ -219,7 +221,8 @@ class LogFollower:
         self._news[frame.rollout_id] = None
         if frame.type is RecordType.RETIRED:
             return
-        rollout.places.extend((segment, frame.offset + begin, frame.size))
+        mark = _COMMITTED if frame.type is RecordType.COMMITTED else 0
+        rollout.places.extend((segment, frame.offset + begin, frame.size | mark))
         try:
             self._tell(rollout, frame)
         except GymCaptureError:
@@ -252,9 +255,12 @@ class LogFollower:
             del self._segments[number]
         self._damages = {key: found for key, found in self._damages.items() if key[0] not in gone}
         for rollout in self.rollouts.values():
-            if any(segment in gone for segment in rollout.places[::_PLACE]):
-                kept = [place for place in _locations(rollout.places) if place.segment not in gone]
+            places = rollout.places
+            if any(segment in gone for segment in places[::_PLACE]):
+                triples = zip(places[::_PLACE], places[1::_PLACE], places[2::_PLACE], strict=True)
+                kept = [place for place in triples if place[0] not in gone]
                 rollout.places = array("Q", [number for place in kept for number in place])
+                rollout.calls = sum(1 for _, _, size in kept if size & _COMMITTED)
 
     def _damaged(self, number: int, damage: Damage) -> None:
         self._damages[number, damage.start] = (number, damage)
@@ -285,4 +291,5 @@ def _whole(found: Sequence[Frame | Damage]) -> int:
 
 def _locations(places: array[int]) -> Iterator[Location]:
     numbers = iter(places)
-    return (Location(*place) for place in zip(numbers, numbers, numbers, strict=True))
+    triples = zip(numbers, numbers, numbers, strict=True)
+    return (Location(segment, offset, size & ~_COMMITTED) for segment, offset, size in triples)

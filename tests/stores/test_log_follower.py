@@ -85,6 +85,7 @@ async def test_what_is_consumed_is_gone_and_compaction_loses_nothing(tmp_path: P
     assert min(numbers) > 1, "nothing was compacted"
     follow(follower)
     assert live(follower) == ["new", "stays"]
+    assert follower.rollouts["stays"].calls == 30
     await check_against(store, follower)
     await store.write(Clear("stays"))
     await call(store, "stays", "second")
