@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,19 +29,14 @@ from tests.inspector.world import (
     inspector,
     library_of,
     record,
+    write_closed_world,
     write_world,
 )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("log")
-
-    async def write() -> None:
-        await (await write_world(directory)).close()
-
-    asyncio.run(write())
-    return directory
+    return write_closed_world(tmp_path_factory.mktemp("log"))
 
 
 @pytest.fixture
