@@ -1,9 +1,9 @@
 """An index of a log directory that is kept up while a store writes to it: what an inspector looks into.
 
 Invariant: nothing in the directory is changed and no lock is taken. What is shown of a rollout was durable at some
-moment. Memory holds 24 bytes for each record, and one segment while it is read.
+moment. Memory holds 24 bytes for each record, and what one look reads.
 
-Flow: `advance` reads what was added behind the last look - at most one segment at a time, so that whoever waits sees
+Flow: `advance` reads what was added behind the last look - some megabytes at a time, so that whoever waits sees
 something soon - and notes where the records of each rollout's highest epoch stand -> `read` freezes one rollout, as
 `log_reader` does. A batch that is half written is looked at again later. Where compaction has deleted a segment, what
 was needed of it stands in a later one already: its places are dropped, and all copies say the same facts.
@@ -43,6 +43,8 @@ from gym_capture.stores.segments import Location, SegmentReader, segment_numbers
 
 _PLACE: Final = 3
 """Numbers of a place: segment, offset, size."""
+_LOOK_BYTES: Final = 8 << 20
+"""Read in one look, but for a record that is longer."""
 _COMMITTED: Final = 1 << 62
 """Set in the size of a call's record."""
 
@@ -110,7 +112,7 @@ class LogFollower:
         return total
 
     def advance(self) -> bool:
-        """Reads on, one segment at most. Returns whether there may be more that was there already.
+        """Reads on. Returns whether there may be more that was there already.
 
         Raises `StoreUnavailableError` if the directory cannot be read, `CorruptLogError` if a newer version wrote it.
         """
@@ -178,26 +180,17 @@ class LogFollower:
                 self._segments[number] = _Segment(SegmentHeader(0, 0), os.fstat(fd).st_size)
                 return True
             begin = known.end if known else SEGMENT_HEADER_BYTES
-            data = os.pread(fd, os.fstat(fd).st_size - begin, begin)
+            found = _read_some(fd, begin, header, is_last=is_last)
         finally:
             os.close(fd)
         if known is None:
             self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
-        end = self._note_all(number, begin, data, header, is_last=is_last)
+        end = self._note_all(number, begin, found)
         self._segments[number] = _Segment(header, end)
         return end > begin or known is None
 
-    def _note_all(self, number: int, begin: int, data: bytes, header: SegmentHeader, *, is_last: bool) -> int:
-        """Notes whole records; returns where the next look begins: before what is not whole yet."""
-        found = list(scan_segment(data, header, begin=0))
-        if is_last:
-            last_batch = max(
-                (each.offset for each in found if isinstance(each, Frame) and each.starts_batch), default=0
-            )
-            torn = next(
-                (n for n, each in enumerate(found) if isinstance(each, Damage) and each.start >= last_batch), None
-            )
-            found = found[:torn]
+    def _note_all(self, number: int, begin: int, found: Sequence[Frame | Damage]) -> int:
+        """Notes records, whose places count from `begin`; returns where the next look begins."""
         end = 0
         for each in found:
             if isinstance(each, Frame):
@@ -281,6 +274,19 @@ class LogFollower:
             if rollout.masking != tuple(events):
                 rollout.masking = tuple(events)
                 self._news[rollout_id] = None
+
+
+def _read_some(fd: int, begin: int, header: SegmentHeader, *, is_last: bool) -> list[Frame | Damage]:
+    """What stands from `begin` on, as far as it is whole and one look reads."""
+    left = os.fstat(fd).st_size - begin
+    found = list(scan_segment(os.pread(fd, min(left, _LOOK_BYTES), begin), header, begin=0))
+    if left > _LOOK_BYTES:
+        if found and isinstance(found[-1], Damage):  # cut by the end of the look
+            found.pop()
+        if found:
+            return found
+        found = list(scan_segment(os.pread(fd, left, begin), header, begin=0))
+    return found[: _whole(found)] if is_last else found
 
 
 def _whole(found: Sequence[Frame | Damage]) -> int:

@@ -12,6 +12,7 @@ from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop,
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.stores import log_follower
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.log_follower import LogFollower
 from gym_capture.stores.log_reader import LogReader
@@ -110,7 +111,25 @@ async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -
             assert (one and one.snapshot.snapshot_id) == (other and other.snapshot.snapshot_id)
 
 
-async def test_damage_masks_what_a_reader_says_it_masks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_bytes", [1, 300, 1_000])
+async def test_a_log_is_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_bytes: int) -> None:
+    monkeypatch.setattr(log_follower, "_LOOK_BYTES", look_bytes)
+    await write_all(tmp_path)
+    follower = LogFollower(tmp_path)
+    looks = 1
+    while follower.advance():
+        looks += 1
+    assert looks > 1
+    store = await LogStore.open(tmp_path)
+    await check_against(store, follower)
+    await store.close()
+
+
+@pytest.mark.parametrize("look_bytes", [300, 1 << 20])
+async def test_damage_masks_what_a_reader_says_it_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_bytes: int
+) -> None:
+    monkeypatch.setattr(log_follower, "_LOOK_BYTES", look_bytes)
     await write_all(tmp_path)
     first = next(iter(read_segments(tmp_path)))
     data = first.path.read_bytes()
