@@ -99,7 +99,8 @@ async def test_the_table_grows(tmp_path: Path) -> None:
     after = get(client, "rollouts", since=before["cursor"])
     assert not after["is_all"]
     assert {name: row["reward"] for name, row in rows(after).items()} == {"three": 0.5}
-    assert get(client, "rollouts/three", since=cursor)["state"] == "finished"
+    grown = get(client, "rollouts/three", since=cursor)
+    assert (grown["state"], len(grown["calls"])) == ("finished", 2)
     frozen = await store.freeze("alone")
     await store.write(Drop("alone", frozen.snapshot_id, frozen.version))
     library.settle()
