@@ -7,7 +7,7 @@ running.
 Flow: a benchmark's JSON lines go to stdout as they come -> a table of all of them, with the targets, goes to stderr ->
 exit code 1 if a target is missed or a benchmark failed, 130 if it was interrupted.
 
-    python -m benchmarks [--quick] [core files jobs data_job bridge store state mirrored trainer scale ...]
+    python -m benchmarks [--quick] [core files jobs data_job bridge store state mirrored trainer inspector scale ...]
 
 `--quick` is a look at whether all of it runs, with loads too small for the figures to mean much.
 """
@@ -64,6 +64,7 @@ BENCHMARKS: Final = (
     Benchmark("state", 1200),
     Benchmark("mirrored", 600),
     Benchmark("trainer", 600, quick=("--rounds", "1")),
+    Benchmark("inspector", 900, quick=("--rollouts", "200", "--tokens", "8000")),
     Benchmark("scale", 1200, quick=("--few", "10", "--many", "100", "--calls", "4")),
     Benchmark(
         "serving",

@@ -306,20 +306,11 @@ class _Paths:
         # Entries are sorted by call id, so that equal chains fall back to the id of their last call.
         self.leaves = sorted(live - inner, key=lambda leaf: (-tokens[leaf], leaf))
 
-    def to(self, position: int) -> list[int]:
-        """The calls from the root to `position`."""
-        path: list[int] = []
-        while position != NO_PARENT:
-            path.append(position)
-            position = self.forest.parents[position]
-        path.reverse()
-        return path
-
     def unreached(self, leaves: Sequence[int]) -> list[int]:
         """The calls with loss that no path to one of `leaves` goes through."""
         if len(leaves) == len(self.leaves):
             return []
-        reached = {position for leaf in leaves for position in self.to(leaf)}
+        reached = {position for leaf in leaves for position in self.forest.path(leaf)}
         return [position for position in self.with_loss if position not in reached]
 
 
@@ -331,7 +322,7 @@ def _merged(paths: _Paths, leaves: Sequence[int]) -> tuple[list[Trajectory], lis
     reasons: list[str] = []
     for rank, leaf in enumerate(leaves):
         segments: list[Segment] = []
-        for position in paths.to(leaf):
+        for position in forest.path(leaf):
             segments.append(Segment(forest.placed(position), forest.starts[position], position in free))
             free.discard(position)
         problems = ride_along_problems(segments)
@@ -347,7 +338,7 @@ def _per_request(paths: _Paths, leaves: Sequence[int]) -> tuple[list[Trajectory]
     trajectories: list[Trajectory] = []
     reasons: list[str] = []
     for rank, leaf in enumerate(leaves):
-        for position in paths.to(leaf):
+        for position in forest.path(leaf):
             if position not in free:
                 continue
             free.discard(position)

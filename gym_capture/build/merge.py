@@ -139,6 +139,15 @@ class Forest:
     reasons: tuple[str, ...]
     """The reason that masks the rollout: `<name>:<call id>:<field>`."""
 
+    def path(self, position: int) -> list[int]:
+        """The calls from the root to `position`."""
+        path: list[int] = []
+        while position != NO_PARENT:
+            path.append(position)
+            position = self.parents[position]
+        path.reverse()
+        return path
+
     def placed(self, position: int) -> TokenEntry:
         """A call that has a place; suffixes have none."""
         return _whole(self.entries[position])

@@ -100,7 +100,7 @@ def see_records(
         generated_tokens=built.counts.generated_tokens_captured,
         trained_tokens=0 if masks else built.counts.generated_tokens_delivered,
         first_prompt=None if first is None else first.prompt_token_ids,
-        paths={names[position]: tuple(names[each] for each in tree.path(position)) for position in forest.order},
+        paths={names[position]: tuple(names[each] for each in forest.path(position)) for position in forest.order},
         new_prompts={
             names[position]: forest.placed(position).prompt_token_ids[forest.starts[position] :]
             for position in forest.order
@@ -284,14 +284,6 @@ class _Tree:
             return Role.UNRESOLVED if unresolved else Role.SUB_AGENT
         return Role.BRANCH if self.roles[parent] in (Role.MAIN, Role.ONLY) else self.roles[parent]
 
-    def path(self, position: int) -> list[int]:
-        path: list[int] = []
-        while position != NO_PARENT:
-            path.append(position)
-            position = self.forest.parents[position]
-        path.reverse()
-        return path
-
 
 class _Chains:
     """The sequences, token by token."""
@@ -331,7 +323,7 @@ class _Chains:
         for leaf in self._numbers:
             if leaf in leaves and leaf not in shown:
                 name = f"{rollout_id}/{self._forest.entries[leaf].model_call_id}"
-                path = self._tree.path(leaf)
+                path = self._forest.path(leaf)
                 made.append(self._trajectory(path, set(), name, is_delivered=False))
         return tuple(made)
 

@@ -34,6 +34,8 @@ class TokenKind(enum.IntEnum):
     """The end of a turn that the policy did not say: it was cut, and the template closed it."""
 
 
+_CALL_BYTES: Final = 2_000
+"""About, of a call without its ids."""
 KIND_NAMES: Final = tuple(kind.name.lower() for kind in TokenKind)
 NO_CALL: Final = -1
 NOTHING: Final = -1
@@ -198,7 +200,8 @@ class SeenRollout:
 
     @property
     def nbytes(self) -> int:
-        return sum(each.nbytes for each in self.trajectories) + 2_000 * len(self.calls)
+        arrays = sum(each.nbytes for each in self.trajectories) + sum(ids.nbytes for ids in self.new_prompts.values())
+        return arrays + _CALL_BYTES * len(self.calls)
 
 
 def with_outcome(seen: SeenRollout, *, mask_reasons: Sequence[str], advantage: float | None) -> SeenRollout:

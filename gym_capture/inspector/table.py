@@ -139,7 +139,9 @@ class Table:
                 self._groups[row.group].pop(rollout_id, None)
 
     def group(self, group: str) -> Sequence[Row]:
-        return [self.rows[rollout_id] for rollout_id in self._groups.get(group, ())]
+        """Its rollouts, by their samples."""
+        rows = (self.rows[rollout_id] for rollout_id in self._groups.get(group, ()))
+        return sorted(rows, key=lambda row: (row.sample is None, row.sample, row.rollout))
 
     def due(self, limit: int, now: float) -> list[str]:
         """Rollouts that are to be read now."""
@@ -154,7 +156,7 @@ class Table:
         """The rows that have changed behind `since`, as columns, and the rollouts that have gone."""
         rows = [row for row in self.rows.values() if row.number > since]
         found: dict[str, list[Any]] = {name: [getattr(row, name) for row in rows] for name in COLUMNS}
-        stale = _staleness(self.rows.values())
+        stale = _staleness(self.rows.values()) if rows else {}
         found["staleness"] = [stale.get(row.rollout) for row in rows]
         return found, [rollout_id for rollout_id, number in self._gone.items() if number > since]
 

@@ -1,9 +1,9 @@
 """An index of a log directory that is kept up while a store writes to it: what an inspector looks into.
 
 Invariant: nothing in the directory is changed and no lock is taken. What is shown of a rollout was durable at some
-moment. Memory holds 24 bytes for each record, and one segment while it is read.
+moment. Memory holds 24 bytes for each record, and what one look reads.
 
-Flow: `advance` reads what was added behind the last look - at most one segment at a time, so that whoever waits sees
+Flow: `advance` reads what was added behind the last look - some megabytes at a time, so that whoever waits sees
 something soon - and notes where the records of each rollout's highest epoch stand -> `read` freezes one rollout, as
 `log_reader` does. A batch that is half written is looked at again later. Where compaction has deleted a segment, what
 was needed of it stands in a later one already: its places are dropped, and all copies say the same facts.
@@ -43,6 +43,10 @@ from gym_capture.stores.segments import Location, SegmentReader, segment_numbers
 
 _PLACE: Final = 3
 """Numbers of a place: segment, offset, size."""
+_LOOK_BYTES: Final = 8 << 20
+"""Read in one look, but for a record that is longer."""
+_COMMITTED: Final = 1 << 62
+"""Set in the size of a call's record."""
 
 
 @dataclass(slots=True)
@@ -83,7 +87,7 @@ class LogFollower:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.rollouts: dict[str, Followed] = {}
-        self._news: set[str] = set()
+        self._news: dict[str, None] = {}
         self._segments: dict[int, _Segment] = {}
         self._epoch_floor = 1
         self._damages: dict[tuple[int, int], tuple[int, Damage]] = {}
@@ -92,9 +96,9 @@ class LogFollower:
     def is_damaged(self) -> bool:
         return bool(self._damages)
 
-    def news(self) -> set[str]:
-        """The rollouts of which something is new since this was asked last."""
-        news, self._news = self._news, set()
+    def news(self) -> list[str]:
+        """The rollouts of which something is new since this was asked last, in the order in which they came."""
+        news, self._news = list(self._news), {}
         return news
 
     def size_bytes(self) -> int:
@@ -108,7 +112,7 @@ class LogFollower:
         return total
 
     def advance(self) -> bool:
-        """Reads on, one segment at most. Returns whether there may be more that was there already.
+        """Reads on. Returns whether there may be more that was there already.
 
         Raises `StoreUnavailableError` if the directory cannot be read, `CorruptLogError` if a newer version wrote it.
         """
@@ -176,26 +180,17 @@ class LogFollower:
                 self._segments[number] = _Segment(SegmentHeader(0, 0), os.fstat(fd).st_size)
                 return True
             begin = known.end if known else SEGMENT_HEADER_BYTES
-            data = os.pread(fd, os.fstat(fd).st_size - begin, begin)
+            found = _read_some(fd, begin, header, is_last=is_last)
         finally:
             os.close(fd)
         if known is None:
             self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
-        end = self._note_all(number, begin, data, header, is_last=is_last)
+        end = self._note_all(number, begin, found)
         self._segments[number] = _Segment(header, end)
         return end > begin or known is None
 
-    def _note_all(self, number: int, begin: int, data: bytes, header: SegmentHeader, *, is_last: bool) -> int:
-        """Notes whole records; returns where the next look begins: before what is not whole yet."""
-        found = list(scan_segment(data, header, begin=0))
-        if is_last:
-            last_batch = max(
-                (each.offset for each in found if isinstance(each, Frame) and each.starts_batch), default=0
-            )
-            torn = next(
-                (n for n, each in enumerate(found) if isinstance(each, Damage) and each.start >= last_batch), None
-            )
-            found = found[:torn]
+    def _note_all(self, number: int, begin: int, found: Sequence[Frame | Damage]) -> int:
+        """Notes records, whose places count from `begin`; returns where the next look begins."""
         end = 0
         for each in found:
             if isinstance(each, Frame):
@@ -216,10 +211,11 @@ class LogFollower:
             rollout = self.rollouts[frame.rollout_id] = Followed(frame.epoch)
         if rollout.epoch != frame.epoch:
             return
-        self._news.add(frame.rollout_id)
+        self._news[frame.rollout_id] = None
         if frame.type is RecordType.RETIRED:
             return
-        rollout.places.extend((segment, frame.offset + begin, frame.size))
+        mark = _COMMITTED if frame.type is RecordType.COMMITTED else 0
+        rollout.places.extend((segment, frame.offset + begin, frame.size | mark))
         try:
             self._tell(rollout, frame)
         except GymCaptureError:
@@ -252,9 +248,12 @@ class LogFollower:
             del self._segments[number]
         self._damages = {key: found for key, found in self._damages.items() if key[0] not in gone}
         for rollout in self.rollouts.values():
-            if any(segment in gone for segment in rollout.places[::_PLACE]):
-                kept = [place for place in _locations(rollout.places) if place.segment not in gone]
+            places = rollout.places
+            if any(segment in gone for segment in places[::_PLACE]):
+                triples = zip(places[::_PLACE], places[1::_PLACE], places[2::_PLACE], strict=True)
+                kept = [place for place in triples if place[0] not in gone]
                 rollout.places = array("Q", [number for place in kept for number in place])
+                rollout.calls = sum(1 for _, _, size in kept if size & _COMMITTED)
 
     def _damaged(self, number: int, damage: Damage) -> None:
         self._damages[number, damage.start] = (number, damage)
@@ -274,7 +273,20 @@ class LogFollower:
             rollout = self.rollouts[rollout_id]
             if rollout.masking != tuple(events):
                 rollout.masking = tuple(events)
-                self._news.add(rollout_id)
+                self._news[rollout_id] = None
+
+
+def _read_some(fd: int, begin: int, header: SegmentHeader, *, is_last: bool) -> list[Frame | Damage]:
+    """What stands from `begin` on, as far as it is whole and one look reads."""
+    left = os.fstat(fd).st_size - begin
+    found = list(scan_segment(os.pread(fd, min(left, _LOOK_BYTES), begin), header, begin=0))
+    if left > _LOOK_BYTES:
+        if found and isinstance(found[-1], Damage):  # cut by the end of the look
+            found.pop()
+        if found:
+            return found
+        found = list(scan_segment(os.pread(fd, left, begin), header, begin=0))
+    return found[: _whole(found)] if is_last else found
 
 
 def _whole(found: Sequence[Frame | Damage]) -> int:
@@ -285,4 +297,5 @@ def _whole(found: Sequence[Frame | Damage]) -> int:
 
 def _locations(places: array[int]) -> Iterator[Location]:
     numbers = iter(places)
-    return (Location(*place) for place in zip(numbers, numbers, numbers, strict=True))
+    triples = zip(numbers, numbers, numbers, strict=True)
+    return (Location(segment, offset, size & ~_COMMITTED) for segment, offset, size in triples)

@@ -25,7 +25,7 @@ from gym_capture.inspector.log_source import LogSource
 from gym_capture.inspector.remote import Remote
 from gym_capture.models import tiny_dir
 from gym_capture.stores.segments import lock_directory
-from tests.inspector.world import library_of, write_world
+from tests.inspector.world import library_of, write_closed_world
 from tests.serving.replica import listening
 
 URL = re.compile(r"http://\S+/")
@@ -47,13 +47,7 @@ cli.main(sys.argv[1:])
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("log")
-
-    async def write() -> None:
-        await (await write_world(directory)).close()
-
-    asyncio.run(write())
-    return directory
+    return write_closed_world(tmp_path_factory.mktemp("log"))
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 from collections.abc import Iterator
@@ -30,19 +29,14 @@ from tests.inspector.world import (
     inspector,
     library_of,
     record,
+    write_closed_world,
     write_world,
 )
 
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("log")
-
-    async def write() -> None:
-        await (await write_world(directory)).close()
-
-    asyncio.run(write())
-    return directory
+    return write_closed_world(tmp_path_factory.mktemp("log"))
 
 
 @pytest.fixture
@@ -105,7 +99,8 @@ async def test_the_table_grows(tmp_path: Path) -> None:
     after = get(client, "rollouts", since=before["cursor"])
     assert not after["is_all"]
     assert {name: row["reward"] for name, row in rows(after).items()} == {"three": 0.5}
-    assert get(client, "rollouts/three", since=cursor)["state"] == "finished"
+    grown = get(client, "rollouts/three", since=cursor)
+    assert (grown["state"], len(grown["calls"])) == ("finished", 2)
     frozen = await store.freeze("alone")
     await store.write(Drop("alone", frozen.snapshot_id, frozen.version))
     library.settle()

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.build.builder import BuildOptions, build
@@ -62,16 +62,19 @@ def check_against_the_build(frozen: Snapshot) -> None:
     assert [each.number for each in rollout.calls] == list(range(1, len(rollout.calls) + 1))
 
 
+@settings(max_examples=40)
 @given(honest_rollouts())
 def test_an_honest_rollout_is_shown_as_it_is_built(rollout: Any) -> None:
     check_against_the_build(snapshot_of(rollout.entries))
 
 
+@settings(max_examples=60)
 @given(damaged_rollouts())
 def test_a_damaged_rollout_is_shown_as_it_is_built(records: Any) -> None:
     check_against_the_build(snapshot_of(records))
 
 
+@settings(max_examples=40)
 @given(honest_rollouts(), st.sampled_from([(), ("missing_reward",)]))
 def test_rows_show_what_records_show(rollout: Any, masks: tuple[str, ...]) -> None:
     frozen = snapshot_of(rollout.entries)

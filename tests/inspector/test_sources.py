@@ -36,18 +36,12 @@ from gym_capture.stores.base import counts_of, standings_of
 from gym_capture.stores.inspect import read_snapshots
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.stores.segments import segment_path
-from tests.inspector.world import conversation, inspector, library_of, write_world
+from tests.inspector.world import conversation, inspector, library_of, write_closed_world, write_world
 
 
 @pytest.fixture(scope="module")
 def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("log")
-
-    async def write() -> None:
-        await (await write_world(directory)).close()
-
-    asyncio.run(write())
-    return directory
+    return write_closed_world(tmp_path_factory.mktemp("log"))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -87,6 +88,16 @@ async def write_world(directory: Path) -> LogStore:
     await store.write(Complete("two", Outcome(reward=0.0, failure="agent_failed")))
     await record(store, conversation("alone")[:1])
     return store
+
+
+def write_closed_world(directory: Path) -> Path:
+    """As `write_world`, of a graph that has ended. Returns the directory."""
+
+    async def write() -> None:
+        await (await write_world(directory)).close()
+
+    asyncio.run(write())
+    return directory
 
 
 def library_of(source: Source) -> Library:

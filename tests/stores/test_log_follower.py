@@ -12,6 +12,7 @@ from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop,
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
+from gym_capture.stores import log_follower
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.log_follower import LogFollower
 from gym_capture.stores.log_reader import LogReader
@@ -60,7 +61,7 @@ async def test_a_log_is_followed_while_it_is_written(tmp_path: Path) -> None:
     follower.news()
     await store.write(Complete("r0", Outcome(reward=1.0)))
     follow(follower)
-    assert (follower.news(), follower.news()) == ({"r0"}, set())
+    assert (follower.news(), follower.news()) == (["r0"], [])
     assert follower.rollouts["r1"].calls == 3
     await check_against(store, follower)
     await store.close()
@@ -85,6 +86,7 @@ async def test_what_is_consumed_is_gone_and_compaction_loses_nothing(tmp_path: P
     assert min(numbers) > 1, "nothing was compacted"
     follow(follower)
     assert live(follower) == ["new", "stays"]
+    assert follower.rollouts["stays"].calls == 30
     await check_against(store, follower)
     await store.write(Clear("stays"))
     await call(store, "stays", "second")
@@ -97,7 +99,7 @@ async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -
     *_, last = read_segments(tmp_path)
     data = last.path.read_bytes()
     batches = [frame.offset for frame in last.frames if frame.starts_batch]
-    for cut in range(batches[-2] + 1, len(data), 7):
+    for cut in range(batches[-2] + 1, len(data), 37):
         follower = LogFollower(tmp_path)
         last.path.write_bytes(data[:cut])
         follow(follower)
@@ -109,11 +111,29 @@ async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -
             assert (one and one.snapshot.snapshot_id) == (other and other.snapshot.snapshot_id)
 
 
-async def test_damage_masks_what_a_reader_says_it_masks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("look_bytes", [1, 300, 1_000])
+async def test_a_log_is_read_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_bytes: int) -> None:
+    monkeypatch.setattr(log_follower, "_LOOK_BYTES", look_bytes)
+    await write_all(tmp_path)
+    follower = LogFollower(tmp_path)
+    looks = 1
+    while follower.advance():
+        looks += 1
+    assert looks > 1
+    store = await LogStore.open(tmp_path)
+    await check_against(store, follower)
+    await store.close()
+
+
+@pytest.mark.parametrize("look_bytes", [300, 1 << 20])
+async def test_damage_masks_what_a_reader_says_it_masks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look_bytes: int
+) -> None:
+    monkeypatch.setattr(log_follower, "_LOOK_BYTES", look_bytes)
     await write_all(tmp_path)
     first = next(iter(read_segments(tmp_path)))
     data = first.path.read_bytes()
-    for place in range(40, len(data), 97):
+    for place in range(40, len(data), 211):
         damaged = bytearray(data)
         damaged[place] ^= 0xFF
         first.path.write_bytes(damaged)
