@@ -165,6 +165,8 @@ class Fake:
                 START + index * 3.1 + rng.random(),
             )
         columns["calls"][1], columns["turns"][1], columns["chains"][1] = len(_ROLE_OF), 6, 3
+        columns["calls"][2] = columns["turns"][2] = len({call for _, _, call, _ in _tokens(LONG, 0)["segments"]})
+        columns["mask_reason"][1] = columns["mask_reason"][2] = None
         return columns
 
     def source(self) -> Json:

@@ -483,19 +483,22 @@ def test_the_built_files_are_those_of_the_sources(tmp_path: Path) -> None:
 
 def test_pictures_for_the_docs(site: Site, screenshots: bool) -> None:
     """Made again with --screenshots; without, they must be there."""
-    token = f"#/rollout/{LONG}/trajectory/0/token/2340"
+    tokens = site.fake.tokens(LONG, 0, 100_000)
+    assert tokens is not None
+    why = tokens["kinds"].index(2) + 12
+    token = f"#/rollout/{LONG}/trajectory/0/token"
     pictures: dict[str, tuple[str, str, dict[str, Any]]] = {
         "job": ("#/", ".plot", {}),
         "rollout": (f"#/rollout/{TREE}/call/{TREE}-c6", ".message", {}),
-        "trajectory": (token, "#t2340", {}),
-        "splits": (f"#/rollout/{LONG}/trajectory/0/splits", ".sides", {"viewport": {"width": 1000, "height": 420}}),
-        "dark": (token, "#t2340", {"color_scheme": "dark"}),
-        "phone": (token, "#t2340", {"viewport": PHONE}),
+        "trajectory": (f"{token}/{why}", f"#t{why}", {}),
+        "splits": (f"#/rollout/{LONG}/trajectory/0/splits", ".sides", {"viewport": {"width": 1000, "height": 440}}),
+        "dark": (f"{token}/2106", "#t2106", {"color_scheme": "dark"}),
+        "phone": (f"{token}/2106", "#t2106", {"viewport": PHONE}),
     }
     for name, (place, ready, options) in pictures.items():
         file = PICTURES / f"inspector-{name}.png"
         if screenshots:
-            page = site.open(place, **options)
+            page = site.open(place, **{"viewport": {"width": 1200, "height": 720}, **options})
             page.locator(ready).first.wait_for()
             if name == "dark":
                 page.get_by_label("Colour by").select_option("logprob")

@@ -9,7 +9,7 @@ import type { Turns } from "./turns";
 import { source } from "../state";
 
 export const LINE = 22;
-const STEP = 8;
+const STEP = 4;
 
 interface Props {
   store: TokenStore;
@@ -204,7 +204,7 @@ const TokenLine = memo(function tokenLine({ chunk, line, scale, selected, turns,
         id={`t${token}`}
         data-t={token}
         role="option"
-        aria-selected={on}
+        aria-selected={on || undefined}
         class={`t ${scale.of(chunk, index)}${on ? " on" : ""}${marked.has(token) ? " noted" : ""}`}
       >
         {chunk.shown[index]}
