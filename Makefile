@@ -97,7 +97,7 @@ test-ui: $(READY) $(UI_NODE) $(UI_PACKAGES)  ## the inspector in headless Chromi
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
 		{ echo "make test-ui needs Chromium on the PATH: apt-get install chromium, as root"; exit 1; }
 	npm --prefix inspector run --silent check
-	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py $(ARGS)
+	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py tests/inspector/real_in_browser.py $(ARGS)
 
 # --ignore-scripts: nothing of a package runs before a target calls it.
 $(UI_NODE): inspector/package.json inspector/package-lock.json

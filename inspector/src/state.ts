@@ -86,11 +86,22 @@ function stored(): Theme {
 
 export const theme = signal<Theme>(stored());
 
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+
+/** Which of the two it is now. */
+export const look = signal<"light" | "dark">("light");
+
+function show(): void {
+  look.value = theme.value !== "auto" ? theme.value : systemDark.matches ? "dark" : "light";
+  document.documentElement.dataset.theme = look.value;
+}
+systemDark.addEventListener("change", show);
+
 export function applyTheme(next: Theme): void {
   theme.value = next;
   if (next === "auto") localStorage.removeItem(THEME);
   else localStorage.setItem(THEME, next);
-  document.documentElement.dataset.theme = next;
+  show();
 }
 
 // --- said once, to eyes and screen readers ---

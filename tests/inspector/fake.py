@@ -165,6 +165,8 @@ class Fake:
                 START + index * 3.1 + rng.random(),
             )
         columns["calls"][1], columns["turns"][1], columns["chains"][1] = len(_ROLE_OF), 6, 3
+        columns["calls"][2] = columns["turns"][2] = len({call for _, _, call, _ in _tokens(LONG, 0)["segments"]})
+        columns["mask_reason"][1] = columns["mask_reason"][2] = None
         return columns
 
     def source(self) -> Json:
@@ -375,7 +377,7 @@ class Fake:
 
     # --- search, notes ---
 
-    def search(self, query: str, where: str, limit: int) -> Json:
+    def search(self, query: str, where: str, limit: int, begin: int) -> Json:
         if where == "reason":
             found = [
                 (name, mask)
@@ -405,7 +407,8 @@ class Fake:
                 }
                 for index in at
             ]
-        return {"hits": hits[:limit], "complete": len(hits) <= limit}
+        end = begin + limit
+        return {"hits": hits[begin:end], "complete": len(hits) <= end, "after": str(end) if len(hits) > end else None}
 
     def annotate(self, body: Json) -> Json:
         assert {"rollout", "call", "name"} <= set(body), "an annotation names rollout, call and name"
@@ -527,7 +530,7 @@ def answer(fake: Fake, path: str, query: dict[str, str]) -> Any:
         case ["rollouts", rollout, "trajectories", "0", "tokens"]:
             return fake.tokens(rollout, int(query["from"]), int(query["to"]))
         case ["search"]:
-            return fake.search(query["q"], query["where"], int(query.get("limit", 50)))
+            return fake.search(query["q"], query["where"], int(query.get("limit", 50)), int(query.get("after", 0)))
         case ["annotations"]:
             return {"annotations": [note for note in fake.notes if note["rollout"] == query["rollout"]]}
     return None

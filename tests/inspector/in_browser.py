@@ -70,7 +70,7 @@ def cells(page: Page, column: str) -> list[str]:
 # --- the job ----------------------------------------------------------------------------------------------------------
 
 
-def test_ten_thousand_rollouts_are_there_within_a_second_and_few_of_them_in_the_document(site: Site) -> None:
+def test_ten_thousand_rollouts_are_there_and_few_of_them_in_the_document(site: Site) -> None:
     page = site.open()
     expect(page.get_by_role("grid", name="Rollouts")).to_have_attribute("aria-rowcount", str(ROLLOUTS + 1))
     expect(page.locator(".filters .shown")).to_have_text("10,000 rollouts")
@@ -311,6 +311,9 @@ def test_search_leads_to_a_token_and_n_to_the_next(site: Site) -> None:
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Search for 366")).to_be_visible()
     expect(page.locator(".hits li").first).to_contain_text(LONG)
+    expect(page.locator(".hits li")).to_have_count(200)
+    page.get_by_role("button", name="Search on").click()
+    expect(page.locator(".hits li").nth(200)).to_be_attached()
     page.keyboard.press("j")
     page.keyboard.press("Enter")
     page.wait_for_url("**/token/**")
@@ -350,7 +353,7 @@ def test_a_graph_asks_for_its_token_and_the_tab_keeps_it(site: Site) -> None:
     expect(page.locator(".filters .shown")).to_have_text("10,000 rollouts")
     page.reload()
     expect(page.locator(".filters .shown")).to_have_text("10,000 rollouts")
-    assert page.evaluate("Object.keys(localStorage)") == []
+    assert "may-read" not in page.evaluate("JSON.stringify(localStorage)")
 
 
 def test_hostile_text_is_text_wherever_it_stands(site: Site) -> None:
@@ -483,19 +486,22 @@ def test_the_built_files_are_those_of_the_sources(tmp_path: Path) -> None:
 
 def test_pictures_for_the_docs(site: Site, screenshots: bool) -> None:
     """Made again with --screenshots; without, they must be there."""
-    token = f"#/rollout/{LONG}/trajectory/0/token/2340"
+    tokens = site.fake.tokens(LONG, 0, 100_000)
+    assert tokens is not None
+    why = tokens["kinds"].index(2) + 12
+    token = f"#/rollout/{LONG}/trajectory/0/token"
     pictures: dict[str, tuple[str, str, dict[str, Any]]] = {
         "job": ("#/", ".plot", {}),
         "rollout": (f"#/rollout/{TREE}/call/{TREE}-c6", ".message", {}),
-        "trajectory": (token, "#t2340", {}),
-        "splits": (f"#/rollout/{LONG}/trajectory/0/splits", ".sides", {"viewport": {"width": 1000, "height": 420}}),
-        "dark": (token, "#t2340", {"color_scheme": "dark"}),
-        "phone": (token, "#t2340", {"viewport": PHONE}),
+        "trajectory": (f"{token}/{why}", f"#t{why}", {}),
+        "splits": (f"#/rollout/{LONG}/trajectory/0/splits", ".sides", {"viewport": {"width": 1000, "height": 440}}),
+        "dark": (f"{token}/2106", "#t2106", {"color_scheme": "dark"}),
+        "phone": (f"{token}/2106", "#t2106", {"viewport": PHONE}),
     }
     for name, (place, ready, options) in pictures.items():
         file = PICTURES / f"inspector-{name}.png"
         if screenshots:
-            page = site.open(place, **options)
+            page = site.open(place, **{"viewport": {"width": 1200, "height": 720}, **options})
             page.locator(ready).first.wait_for()
             if name == "dark":
                 page.get_by_label("Colour by").select_option("logprob")

@@ -3,7 +3,7 @@ import type { ComponentChild } from "preact";
 import { useLayoutEffect, useRef, useState } from "preact/hooks";
 import { useSize } from "../hooks";
 
-const STEP = 8; // rows are added in steps, so that most scroll events render nothing
+const STEP = 4; // rows are added in steps, so that most scroll events render nothing
 
 interface Props {
   count: number;

@@ -157,7 +157,7 @@ function TokenQuestion() {
     <dialog ref={dialog} aria-labelledby="token-title" onCancel={(event) => event.preventDefault()}>
       <h2 id="token-title">This graph asks for a token</h2>
       <p>
-        The token that may read records. It stays in this tab, and goes to this graph only.
+        <code>gym-capture token --read</code> prints the one that may read records. It stays in this tab.
       </p>
       <form onSubmit={submit} class="note-form">
         <input ref={input} type="password" aria-label="Token" autoComplete="off" />

@@ -11,21 +11,31 @@ export function reasonName(reason: string): string {
 /** A reason: its name, and on demand what it means and what to do. */
 export function Reason({ reason, words, open }: { reason: string; words?: string | null | undefined; open?: boolean }) {
   const text = source.value?.reasons[reasonName(reason)];
+  const means = text?.meaning ?? text?.means;
   return (
     <details class="reason" open={open}>
       <summary>
         <code>{reason}</code>
       </summary>
-      {words && words !== (text?.meaning ?? text?.means) && <p>{words}</p>}
-      {(text?.meaning ?? text?.means) && <p>{text?.meaning ?? text?.means}</p>}
+      {words && words !== means && <p>{words}</p>}
+      {means && (
+        <p>
+          <Words text={means} />
+        </p>
+      )}
       {text?.what_to_do && (
         <p>
-          <b>What to do:</b> {text.what_to_do}
+          <b>What to do:</b> <Words text={text.what_to_do} />
         </p>
       )}
       {!text && !words && <p>No words for this reason: it was written by something else.</p>}
     </details>
   );
+}
+
+/** What stands between backticks is what one types. */
+function Words({ text }: { text: string }) {
+  return <>{text.split("`").map((part, at) => (at % 2 ? <code key={at}>{part}</code> : part))}</>;
 }
 
 export function Fact({ name, children }: { name: string; children: ComponentChild }) {

@@ -2,7 +2,7 @@
 import { useEffect, useRef } from "preact/hooks";
 import type { Segment } from "../api";
 import { useSize } from "../hooks";
-import { source, theme } from "../state";
+import { look, source } from "../state";
 
 interface Props {
   segments: Segment[];
@@ -17,14 +17,8 @@ export function Overview({ segments, total, view, selected, go }: Props) {
   const canvas = useRef<HTMLCanvasElement>(null);
   const size = useSize(box);
   const kinds = source.value?.kinds;
-  const look = theme.value;
-  useEffect(() => {
-    const draw = () => paint(canvas.current, segments, total, kinds ?? []);
-    draw();
-    const dark = matchMedia("(prefers-color-scheme: dark)");
-    dark.addEventListener("change", draw);
-    return () => dark.removeEventListener("change", draw);
-  }, [segments, total, size.width, look, kinds]);
+  const colours = look.value;
+  useEffect(() => paint(canvas.current, segments, total, kinds ?? []), [segments, total, size.width, colours, kinds]);
   const x = (token: number) => (token / Math.max(1, total)) * size.width;
   return (
     <div

@@ -9,7 +9,7 @@ import type { Turns } from "./turns";
 import { source } from "../state";
 
 export const LINE = 22;
-const STEP = 8;
+const STEP = 4;
 
 interface Props {
   store: TokenStore;
@@ -57,16 +57,18 @@ export function TokenPane({ store, turns, scale, selected, marked, onSelect, onH
 
   // A token that was chosen comes in sight: near at once, exactly when its chunk is there.
   const sought = useRef<number | null>(null);
+  const guessed = useRef(false);
   const seekNow = () => {
     const element = box.current;
     if (!element || sought.current === null || columns === 0) return;
     const { line, exact } = layout.lineOf(sought.current);
     const y = line * LINE;
-    if (y < element.scrollTop + LINE || y + 2 * LINE > element.scrollTop + element.clientHeight) {
+    if (guessed.current || y < element.scrollTop + LINE || y + 2 * LINE > element.scrollTop + element.clientHeight) {
       const above = y < element.scrollTop + LINE;
       const far = (above ? element.scrollTop - y : y - element.scrollTop - element.clientHeight) > 4 * LINE;
-      element.scrollTop = far ? y - element.clientHeight / 3 : above ? y - LINE : y + 2 * LINE - element.clientHeight;
+      element.scrollTop = far || guessed.current ? y - element.clientHeight / 3 : above ? y - LINE : y + 2 * LINE - element.clientHeight;
     }
+    guessed.current = !exact;
     if (exact) sought.current = null;
     if (element.scrollTop !== top) setTop(element.scrollTop);
   };
@@ -204,7 +206,7 @@ const TokenLine = memo(function tokenLine({ chunk, line, scale, selected, turns,
         id={`t${token}`}
         data-t={token}
         role="option"
-        aria-selected={on}
+        aria-selected={on || undefined}
         class={`t ${scale.of(chunk, index)}${on ? " on" : ""}${marked.has(token) ? " noted" : ""}`}
       >
         {chunk.shown[index]}

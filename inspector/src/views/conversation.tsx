@@ -6,6 +6,7 @@ import { useLoad } from "../hooks";
 import { NoteForm, NoteList } from "../parts/notes";
 import { CopyLink, Fact, Problem, Reason, Waiting } from "../parts/small";
 import { link } from "../route";
+import { source } from "../state";
 import { ROLE } from "./tree";
 
 interface Props {
@@ -67,7 +68,7 @@ export function Conversation({ rollout, call, trajectories, notes, addNote }: Pr
       {error && <Problem error={error} />}
       {!data && !error && <Waiting what={`call ${call.number}`} />}
       {data && <Messages detail={data} />}
-      <NoteForm what={`call ${call.number}`} add={addNote} />
+      {source.value?.shows.annotations && <NoteForm what={`call ${call.number}`} add={addNote} />}
     </section>
   );
 }

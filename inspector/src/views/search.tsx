@@ -5,9 +5,16 @@ import { shown } from "../format";
 import { useKeys, useLoad } from "../hooks";
 import { Problem, Waiting } from "../parts/small";
 import { go, link } from "../route";
-import { lastHits } from "../state";
+import { lastHits, say } from "../state";
 
 const WHERE = ["text", "id", "reason"] as const;
+
+interface Hits {
+  hits: Hit[];
+  complete: boolean;
+  /** Where the search goes on, if it is not complete. */
+  after?: string | null;
+}
 
 export function placeOf(hit: Hit): string {
   if (hit.trajectory !== null && hit.token !== null) return link.token(hit.rollout, hit.trajectory, hit.token);
@@ -21,14 +28,24 @@ export function SearchView({ query }: { query: URLSearchParams }) {
   const where = query.get("where") ?? "text";
   const [at, setAt] = useState(0);
   const found = useLoad(
-    (signal) => get<{ hits: Hit[]; complete: boolean }>(`search?${new URLSearchParams({ q: text, where, limit: "200" })}`, signal),
+    (signal) => get<Hits>(`search?${new URLSearchParams({ q: text, where, limit: "200" })}`, signal),
     [text, where],
   );
-  const hits = found.data?.hits ?? [];
+  const [more, setMore] = useState<Hits[]>([]);
+  const answers = found.data ? [found.data, ...more] : [];
+  const last = answers[answers.length - 1];
+  const hits = answers.flatMap((answer) => answer.hits);
   useEffect(() => {
     setAt(0);
-    if (found.data) lastHits.value = found.data.hits;
+    setMore([]);
   }, [found.data]);
+  useEffect(() => {
+    if (found.data) lastHits.value = hits;
+  }, [found.data, more]);
+  const goOn = async () => {
+    const next = await get<Hits>(`search?${new URLSearchParams({ q: text, where, limit: "200", after: last?.after ?? "" })}`);
+    setMore([...more, next]);
+  };
   useKeys({
     ArrowDown: () => setAt(Math.min(hits.length - 1, at + 1)),
     ArrowUp: () => setAt(Math.max(0, at - 1)),
@@ -51,7 +68,12 @@ export function SearchView({ query }: { query: URLSearchParams }) {
       {found.data && (
         <p class="muted" role="status">
           {hits.length} {hits.length === 1 ? "hit" : "hits"}
-          {!found.data.complete && ", and there may be more: the search stops at a limit"}
+          {last && !last.complete && ", and there may be more "}
+          {last && !last.complete && last.after != null && (
+            <button type="button" onClick={() => void goOn().catch((error: Error) => say(error.message))}>
+              Search on
+            </button>
+          )}
         </p>
       )}
       <ol class="hits">
