@@ -23,7 +23,8 @@ from gym_capture.errors import ConfigError
 if TYPE_CHECKING:
     from gym_capture.demo.report import Check
 
-CONFIG = Path(__file__).resolve().parents[2] / "serve_configs" / "cpu_demo.yaml"
+CONFIG = Path(__file__).parents[1] / "demo" / "cpu_demo.yaml"
+"""In a clone a link to that of `serve_configs/`; the wheel has a copy."""
 
 
 def command(
