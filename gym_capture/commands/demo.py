@@ -94,7 +94,7 @@ def _run(
     from gym_capture.demo.progress import Phases
     from gym_capture.demo.report import checks, table, to_json
     from gym_capture.demo.run import DemoOptions, run_demo
-    from gym_capture.rollouts.harness import ToolLoopOptions
+    from gym_capture.rollouts.harnesses.tool_loop import ToolLoopOptions
     from gym_capture.serving.app import model_folder
 
     children = ChildProcesses()
