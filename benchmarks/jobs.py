@@ -34,7 +34,8 @@ from gym_capture.data.group_files import WrittenGroup, write_groups
 from gym_capture.data.group_stream import Tell
 from gym_capture.data.sources import SourceSpec
 from gym_capture.rollouts.environment import Environment, Observation, Register, Task
-from gym_capture.rollouts.harness import Completed, Endpoint, Outcome, ToolLoop, tool_loop
+from gym_capture.rollouts.harness import Completed, Endpoint, Outcome
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoop, tool_loop
 from gym_capture.rollouts.job import JobOptions, RolloutJob
 from gym_capture.rollouts.ledger import RolloutRow
 

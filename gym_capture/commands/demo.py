@@ -24,7 +24,8 @@ from gym_capture.errors import ConfigError
 if TYPE_CHECKING:
     from gym_capture.demo.report import Check
 
-CONFIG = Path(__file__).resolve().parents[2] / "serve_configs" / "cpu_demo.yaml"
+CONFIG = Path(__file__).parents[1] / "demo" / "cpu_demo.yaml"
+"""In a clone a link to that of `serve_configs/`; the wheel has a copy."""
 
 
 def command(
@@ -94,7 +95,7 @@ def _run(
     from gym_capture.demo.progress import Phases
     from gym_capture.demo.report import checks, table, to_json
     from gym_capture.demo.run import DemoOptions, run_demo
-    from gym_capture.rollouts.harness import ToolLoopOptions
+    from gym_capture.rollouts.harnesses.tool_loop import ToolLoopOptions
     from gym_capture.serving.app import model_folder
 
     children = ChildProcesses()

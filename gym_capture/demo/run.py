@@ -30,7 +30,7 @@ from gym_capture.demo.report import Mode, mean_and_std, read_built
 from gym_capture.demo.training import train
 from gym_capture.reasons import CaptureMark, MaskReason, ProblemReason
 from gym_capture.rollouts.environment import Register
-from gym_capture.rollouts.harness import ToolLoopOptions, tool_loop
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoopOptions, tool_loop
 from gym_capture.rollouts.job import JobOptions, JobSummary
 from gym_capture.rollouts.ledger import ROWS_FILE, RolloutRow
 from gym_capture.rollouts.on_graph import play_on_graph

@@ -33,7 +33,7 @@ OptionedEnvironment: TypeAlias = Callable[..., Environment]
 them."""
 
 HARNESSES: Final[Mapping[str, str]] = {
-    "tool-loop": "gym_capture.rollouts.harness:tool_loop",
+    "tool-loop": "gym_capture.rollouts.harnesses.tool_loop:tool_loop",
     "command": "gym_capture.rollouts.harnesses.command:command",
     "claude-code": "gym_capture.rollouts.harnesses.claude_code:claude_code",
     "mini-swe-agent": "gym_capture.rollouts.harnesses.mini_swe_agent:mini_swe_agent",

@@ -18,7 +18,7 @@ from gym_capture.rollouts.catalog import (
     task_maker,
 )
 from gym_capture.rollouts.environment import Register, Task
-from gym_capture.rollouts.harness import ToolLoop
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoop
 
 OWN = f"{__name__}:Own"
 

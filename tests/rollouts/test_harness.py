@@ -13,7 +13,8 @@ from aiohttp import web
 
 from gym_capture.errors import ConfigError
 from gym_capture.rollouts.environment import Environment, Register, Task
-from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, ToolLoop, ToolLoopOptions
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoop, ToolLoopOptions
 from tests.rollouts.scripted_server import Call, Script, Server, completion, sdk, serving, solve, tool_call
 
 DEFAULTS = ToolLoopOptions()

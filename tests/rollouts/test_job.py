@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from gym_capture.errors import ConfigError, InvalidRequestError, StoreUnavailableError
 from gym_capture.rollouts.environment import Environment, Observation, Register, Score, Task
-from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness, Outcome, ToolLoop
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Harness, Outcome
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoop
 from gym_capture.rollouts.job import JobOptions, JobSummary, RolloutJob
 from tests.rollouts.scripted_server import Call, sdk, serving, solve
 

@@ -8,7 +8,7 @@ import pytest
 
 from gym_capture.auth import Keyring
 from gym_capture.rollouts.environment import Register
-from gym_capture.rollouts.harness import tool_loop
+from gym_capture.rollouts.harnesses.tool_loop import tool_loop
 from gym_capture.rollouts.job import JobOptions
 from gym_capture.rollouts.ledger import RolloutRow
 from gym_capture.rollouts.on_graph import play_on_graph

@@ -14,7 +14,8 @@ from gym_capture.errors import ConfigError
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.attempt import Outcome, Play, Scored
 from gym_capture.rollouts.environment import Register, Task
-from gym_capture.rollouts.harness import Completed, Failed, tool_loop
+from gym_capture.rollouts.harness import Completed, Failed
+from gym_capture.rollouts.harnesses.tool_loop import tool_loop
 from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
 from gym_capture.rollouts.on_graph import play_on_graph
 from gym_capture.rollouts.outage import Outage

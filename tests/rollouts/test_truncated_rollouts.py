@@ -17,8 +17,9 @@ from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import EngineCall, Script, saying
 from gym_capture.models import tiny_dir
 from gym_capture.rollouts.environment import Observation, Register, Score
-from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome, tool_loop
+from gym_capture.rollouts.harness import Completed, Endpoint, Failed, Outcome
 from gym_capture.rollouts.harnesses.command import command
+from gym_capture.rollouts.harnesses.tool_loop import tool_loop
 from gym_capture.rollouts.job import JobOptions, JobSummary
 from gym_capture.rollouts.on_graph import play_on_graph
 from tests.serving.replica import STOP, Replica, listening

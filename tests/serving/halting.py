@@ -9,7 +9,7 @@ from uuid import uuid4
 
 import openai
 
-from gym_capture.rollouts.harness import ToolLoop
+from gym_capture.rollouts.harnesses.tool_loop import ToolLoop
 
 
 class HaltingLoop(ToolLoop):

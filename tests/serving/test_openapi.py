@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from schemathesis import BaseSchema, Case, GenerationMode
 
 from gym_capture.engines.hf_template import HfChatTemplate
 from gym_capture.engines.scripted import saying
+from tests.docs.pages import ROOT
 from tests.serving.replica import Replica
 
 ROUTES = ("chat/completions", "completions", "responses", "messages", "messages/count_tokens")
@@ -147,3 +149,14 @@ def test_every_api_is_described(url: str) -> None:
     for path in ROUTES:
         for prefix in ("/v1/", "/ng-rollout/{rollout_id}/v1/"):
             assert "requestBody" in paths[prefix + path]["post"]
+
+
+def test_the_page_names_every_route(url: str) -> None:
+    paths = httpx.get(f"{url}/openapi.json", trust_env=False).json()["paths"]
+    assert len(paths) > 10
+    pages = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("api.md", "weights.md"))
+    said = set(re.findall(r"/[\w/{}.-]*", pages))
+    short = {path.replace("/training-token-capture", "") for path in paths}
+    short = {re.sub(r"^/(ng-rollout|rollouts)/\{rollout_id\}", r"/\1/R", path) for path in short}
+    below = {path.removeprefix("/ng-rollout/R") or "/" for path in short}  # "the same below /ng-rollout/R"
+    assert {path for path in below if path not in said and f"/ng-rollout/R{path}" not in said} == set()

@@ -20,6 +20,7 @@ from gym_capture.serving.state import ShardStats
 from gym_capture.serving.stats import total
 from gym_capture.stores.memory import MemoryStore
 from tests.calls import call
+from tests.docs.pages import PAGES
 from tests.reference.metrics_page import document
 from tests.serving.exported import every_name
 from tests.serving.shards import client
@@ -181,3 +182,16 @@ def test_the_page_lists_them() -> None:
     listed = set(re.findall(r"^\| `(\w+)`", page, re.MULTILINE))
     parts = {name for name in every_name() if "put_latency" in name}
     assert listed == {*(every_name() - parts), "ray_gym_capture_put_latency_seconds"}
+
+
+def test_the_pages_name_only_what_is_exported() -> None:
+    """Whole names anywhere, and in the table of what to watch names without their prefix."""
+    bare = {re.sub(r"^(ray_)?gym_capture_(trainer_)?", "", name) for name in every_name()}
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        named = set(re.findall(r"\bray_gym_capture_\w+|\bgym_capture_trainer_\w+", text))
+        assert named - every_name() - {"ray_gym_capture_put_latency_seconds"} == set(), page
+        _, _, watched = text.partition("## What to watch")
+        names = set(re.findall(r"`([a-z_]+)(?:\{[^`]*)?` (?:is|rises?|grows|stays|leaves|falls|above)", watched))
+        assert names <= bare | {name.removesuffix("_total") for name in bare}, page
+        assert page.name != "operations.md" or "begins_refused_total" in names
