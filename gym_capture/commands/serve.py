@@ -30,6 +30,7 @@ from gym_capture.auth import Keyring
 from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.job_files import overridden
+from gym_capture.commands.loading import explained
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -269,7 +270,10 @@ def _cluster(address: str | None, console: Console) -> Iterator[str]:
         # What a person has set for a machine of theirs stays.
         os.environ.update({name: value for name, value in CLUSTER_ENV.items() if name not in os.environ})
         cpus = max(_CPUS, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
+        with explained("Ray does not start here"):
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error"
+            )
         signal.signal(signal.SIGTERM, terminated)  # Ray puts its own there
         console.print("no Ray cluster runs here: started one, which ends with this command")
     else:
