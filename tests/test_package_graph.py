@@ -40,6 +40,7 @@ MAY_IMPORT: Final[Mapping[str, Set[str]]] = {
     "commands": {
         *(CORE, "capture", "splice", "build", "cluster", "conformance", "data", "demo", "engines", "inspector"),
         *("rollouts", "serving", "stores", "trainer_bridge"),
+        "cli",  # its page in the docs
     },
     # It finds the commands by their names, so that one command loads one module.
     "cli": {CORE},

@@ -25,7 +25,10 @@ def check_reachable(address: str | None) -> None:
     """Raises `ConnectionError` if nothing answers where Ray would look for the cluster at `address`."""
     if "://" in (address or "") + os.environ.get("RAY_ADDRESS", ""):
         return  # of a Ray Client, which answers for itself
-    where = canonicalize_bootstrap_address(address)
+    try:
+        where = canonicalize_bootstrap_address(address)
+    except ValueError as error:
+        raise ConnectionError(str(error)) from None
     if where is None:
         return
     there = urlsplit(f"//{where}")

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 
+from gym_capture.cluster.quiet import quiet_start
 from gym_capture.errors import ConfigError
 
 
@@ -26,13 +27,14 @@ def join_cluster(address: str | None, *, namespace: str | None) -> None:
     try:
         if address is not None or "RAY_ADDRESS" in os.environ:
             check_reachable(address)
-        ray.init(
-            address=address,
-            namespace=namespace,
-            log_to_driver=False,
-            logging_level="warning",
-            ignore_reinit_error=address is None,
-        )
+        with quiet_start():
+            ray.init(
+                address=address,
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level="warning",
+                ignore_reinit_error=address is None,
+            )
     except ConnectionError as error:
         named = os.environ.get("RAY_ADDRESS", address) if address in (None, "auto") else address
         raise ConfigError(

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from gym_capture.commands.serve import read_config
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def _run(
             folder = model_folder(model)
         options = DemoOptions(
             model=folder,
-            config=yaml.safe_load(config.read_text(encoding="utf-8")),
+            config=read_config(config),
             directory=directory,
             tasks=tasks,
             samples=samples,

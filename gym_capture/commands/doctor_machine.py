@@ -218,6 +218,9 @@ def _taken(port: int, why: str | None) -> Finding:
 
 def disk(directory: Path) -> Iterator[Finding]:
     """Where records are to be: room, kind, how long it takes until something is durable, and who may read it."""
+    if directory.exists() and not directory.is_dir():
+        yield Finding("records: room", "mend", f"{directory} is no directory", "name another")
+        return
     there = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free / _GIB
     scarce = free < _LEAST_FREE_GIB

@@ -18,7 +18,7 @@ from gym_capture.cli import COMMANDS, EXIT_CODES, Command, build_app
 _INTRODUCTION: Final = """\
 # The command line
 
-`gym-capture --help` lists the commands, `gym-capture COMMAND --help` says what one takes. This page is made of the
+`gym-capture --help` lists the commands, `--help` behind one says what it takes. This page is made of the
 same words: `make cli-table` writes it.
 
 Results go to stdout, everything else - progress, warnings, errors - to stderr, so that a pipe gets results alone. An

@@ -26,9 +26,11 @@ import yaml
 from rich.console import Console
 from rich.markup import escape
 
+from gym_capture.auth import Keyring
 from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.job_files import overridden
+from gym_capture.commands.loading import explained
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -106,7 +108,7 @@ def configured(
     """
     if file is None and overrides.get("model") is None:
         raise ConfigError("name a Serve config, or a model: --model FOLDER (or smollm2, a small one that comes along)")
-    served = _quick(str(overrides["model"])) if file is None else _read(file)
+    served = _quick(str(overrides["model"])) if file is None else read_config(file)
     args = _graph_args(served, file)
     for key, value in [*((key, value) for key, value in overrides.items() if value), *map(overridden, settings)]:
         _set(args, key, value)
@@ -139,7 +141,8 @@ def _quick(model: str) -> dict[str, Any]:
     }
 
 
-def _read(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
+    """A Serve config as it stands in a file. Raises `ConfigError`."""
     try:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
@@ -179,9 +182,12 @@ def _check(served: Mapping[str, Any], *, by_hand: bool) -> None:
     from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT, GraphArgs, Limits
 
     models = {APP_IMPORT_PATH: AppModels(GraphArgs, {DEPLOYMENT: Limits})}
+    args = _graph_args(dict(served), None)
     problems = check_config(yaml.safe_dump(dict(served)), models)
+    if isinstance(args.get("secret_file"), str):
+        Keyring.from_file(Path(args["secret_file"]))
     if by_hand and not problems:
-        problems = graph_rules.check(_graph_args(dict(served), None), ("args",)).problems
+        problems = graph_rules.check(args, ("args",)).problems
     if problems:
         raise ConfigError("; ".join(problems))
 
@@ -196,7 +202,7 @@ def _check_port(served: Mapping[str, Any]) -> None:
             probe.bind((host, port))
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"--port {port}: cannot listen at {host}:{port} ({error}): end what does, or name another port"
+                f"--host {host} --port {port}: cannot listen there ({error}): end what does, or name another port"
             ) from None
 
 
@@ -264,7 +270,10 @@ def _cluster(address: str | None, console: Console) -> Iterator[str]:
         # What a person has set for a machine of theirs stays.
         os.environ.update({name: value for name, value in CLUSTER_ENV.items() if name not in os.environ})
         cpus = max(_CPUS, os.cpu_count() or 1)
-        ray.init(address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error")
+        with explained("Ray does not start here"):
+            ray.init(
+                address="local", num_cpus=cpus, include_dashboard=False, log_to_driver=False, logging_level="error"
+            )
         signal.signal(signal.SIGTERM, terminated)  # Ray puts its own there
         console.print("no Ray cluster runs here: started one, which ends with this command")
     else:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.commands.demo import CONFIG, check_json_file, check_out, show_checks, show_way_on, write_json
+from gym_capture.commands.serve import read_config
 
 
 def command(
@@ -100,7 +100,7 @@ def _run(
             job=job_file,
             settings=settings,
             model=folder,
-            config=yaml.safe_load(config.read_text(encoding="utf-8")),
+            config=read_config(config),
             temperature=temperature,
             directory=directory,
         )

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import typer
 from rich.console import Console
 
@@ -110,4 +111,7 @@ def abort(url: Url = _URL, token: Token = None, secret_file: SecretFile = None, 
 def _client(url: str, token: str | None, secret_file: Path | None) -> WeightClient:
     if token is None and secret_file is not None:
         token = Keyring.from_file(secret_file).weights_token()
-    return WeightClient(url, token=token)
+    try:
+        return WeightClient(url, token=token)
+    except httpx.InvalidURL as error:
+        raise ConfigError(f"--url {url} is not a URL such as {_URL}: {error}") from None

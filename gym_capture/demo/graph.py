@@ -25,6 +25,7 @@ import yaml
 from ray import serve
 
 from gym_capture.cluster.env import private_cluster_env
+from gym_capture.cluster.quiet import quiet_start
 from gym_capture.demo.processes import Child, ChildProcesses, free_port
 from gym_capture.errors import ConfigError, EngineError
 from gym_capture.serving.config import APP_IMPORT_PATH, DEPLOYMENT
@@ -63,16 +64,17 @@ def private_ray(*, cpus: int, namespace: str, ha_proxy: bool = True) -> Iterator
     )
     os.environ.update(ports)
     os.environ["RAY_BACKEND_LOG_LEVEL"] = "fatal"
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        namespace=namespace,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="error",
-        object_store_memory=_OBJECT_STORE_BYTES,
-        _temp_dir=session,
-    )
+    with quiet_start():
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            namespace=namespace,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="error",
+            object_store_memory=_OBJECT_STORE_BYTES,
+            _temp_dir=session,
+        )
     signal.signal(signal.SIGTERM, on_terminate)  # Ray puts its own there
     try:
         yield str(ray.get_runtime_context().gcs_address)

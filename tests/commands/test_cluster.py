@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
@@ -126,3 +127,18 @@ def test_a_command_that_has_joined_still_unwinds_when_it_is_terminated(monkeypat
         assert signal.getsignal(signal.SIGTERM) is handler
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def test_what_ray_writes_past_python_while_it_starts_is_kept_back_and_nothing_after(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def joined(**_: object) -> None:
+        os.write(2, b"gcs_client.cc:210: Failed to get cluster ID")
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr("gym_capture.cluster.reach.check_reachable", lambda address: None)
+    monkeypatch.setattr(ray, "init", joined)
+    with pytest.raises(ConfigError, match="no cluster"):
+        join_cluster("auto", namespace="n")
+    os.write(2, b"after")
+    assert capfd.readouterr().err == "after"

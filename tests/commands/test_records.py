@@ -252,7 +252,7 @@ def test_building_the_export_gives_the_trajectories_of_the_log(
 
 @pytest.mark.parametrize("format_", ["parquet", "jsonl"])
 def test_calls_are_exported_as_rows(format_: str, state: Path, tmp_path: Path) -> None:
-    assert records("export", state, "--format", format_, "--out", tmp_path / "out", "--rollouts", "r1, r3") == 0
+    assert records("export", state, "--format", format_, "--out", tmp_path / "out", "--rollout", "r1, r3") == 0
     if format_ == "parquet":
         calls = pq.read_table(tmp_path / "out" / "calls.parquet").to_pylist()
     else:
@@ -269,7 +269,7 @@ def test_a_running_store_is_exported(state: Path, tmp_path: Path) -> None:
         store = await LogStore.open(state / "shard-0001")
         await run_call(store, "r5", "c1")
         before = files(state)
-        arguments = ("export", state, "--out", tmp_path / "out", "--rollouts", "r5")
+        arguments = ("export", state, "--out", tmp_path / "out", "--rollout", "r5")
         assert await asyncio.to_thread(records_in_thread, *arguments) == 0
         assert files(state) == before
         await run_call(store, "r6", "c1")
@@ -344,9 +344,9 @@ async def test_a_segment_that_compaction_deletes_meanwhile_is_no_error(tmp_path:
         (["export", "empty", "--out", "out"], "empty is not a log"),
         (["export", "state"], "--out"),
         (["export", "state", "--out", "out", "--format", "csv"], "'csv' is not one of"),
-        (["export", "state", "--out", "out", "--rollouts", "r11"], "no such rollout: 'r11'; did you mean 'r1'?"),
-        (["export", "state", "--out", "out", "--rollouts", "r4"], "no such rollout: 'r4'; it was consumed."),
-        (["export", "state", "--out", "out", "--rollouts", "x,y", "--rollouts", "z"], "'x' and 2 more"),
+        (["export", "state", "--out", "out", "--rollout", "r11"], "no such rollout: 'r11'; did you mean 'r1'?"),
+        (["export", "state", "--out", "out", "--rollout", "r4"], "no such rollout: 'r4'; it was consumed."),
+        (["export", "state", "--out", "out", "--rollout", "x,y", "--rollout", "z"], "'x' and 2 more"),
         (["export", "state", "--out", "full"], "full already holds an export (r.tokens.jsonl)"),
         (["list", "newer"], "newer: a log segment has format version 9"),
     ],
@@ -392,7 +392,7 @@ async def test_a_rollout_in_two_logs_is_not_written_twice(
     await store.close()
     assert records("export", state, "--out", tmp_path / "out") == 2
     assert "'r1' is in two logs" in capsys.readouterr().err
-    assert records("export", state, "--out", tmp_path / "out", "--rollouts", "r2,r3") == 0
+    assert records("export", state, "--out", tmp_path / "out", "--rollout", "r2,r3") == 0
 
 
 def test_files_beside_segments_do_not_make_a_log(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ WITHOUT_JSON = {
     ("token",),  # one token is printed alone, to be put into a variable
     ("model",),  # as is a path
     ("train",),  # OUT/metrics.jsonl
+    ("ui",),  # it serves
 }
 ON_OR_OFF = ("--json", "--overwrite", "--force", "--dry-run")
 

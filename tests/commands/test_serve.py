@@ -71,9 +71,10 @@ def test_nothing_is_started_for_what_cannot_be(
     assert "--model /nowhere: is neither" in refused(["--model", "/nowhere"], capsys)
     assert "did you mean `engine_args`?" in refused(["--model", "tiny", "--set", "engine_arg.x=1"], capsys)
     assert "has no 'x'" in refused(["--model", "tiny", "--set", "model.x=1"], capsys)
+    assert "cannot read the secret" in refused(["--model", "tiny", "--secret-file", "/nowhere"], capsys)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        assert f"--port {port}: cannot listen" in refused(["--model", "tiny", "--port", port], capsys)
+        assert f"--port {port}: cannot listen there" in refused(["--model", "tiny", "--port", port], capsys)
 
 
 def test_cluster_env_in_code_is_that_of_the_file() -> None:

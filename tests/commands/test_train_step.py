@@ -60,7 +60,7 @@ def test_metrics_of_a_step_and_a_model_folder_that_can_be_served(tmp_path: Path,
 
 
 def test_a_person_gets_a_table(data: Path) -> None:
-    done = train_step("--model", tiny_dir(), "--data", data, "--rollouts", "1")
+    done = train_step("--model", tiny_dir(), "--data", data, "--limit", "1")
     assert done.exit_code == 0, done.output
     lines = dict(line.rsplit(maxsplit=1) for line in done.stdout.splitlines() if line.strip())
     named = {name.strip(): value for name, value in lines.items()}

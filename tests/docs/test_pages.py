@@ -109,7 +109,9 @@ def command_line(name: str) -> Any:
 @pytest.mark.parametrize("command", spelled("gym-capture"))
 def test_a_command_and_its_options_exist(command: str) -> None:
     _, *words = shlex.split(command.replace("…", "..."))
-    if words == ["--help"]:
+    if words[0].startswith("--"):
+        known = {option for parameter in command_line("").params for option in parameter.opts}
+        assert set(words) <= known | {"--help"}
         return
     parse(command_line(words[0]), words)
 

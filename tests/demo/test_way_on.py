@@ -1,0 +1,38 @@
+"""What the demo says in the end can be typed as it stands."""
+
+from __future__ import annotations
+
+import io
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from gym_capture.commands.demo import check_json_file, show_way_on
+from gym_capture.demo.progress import Phases
+from gym_capture.errors import ConfigError
+
+
+def test_the_last_lines_are_commands(tmp_path: Path) -> None:
+    rows, said = tmp_path / "rollouts.jsonl", io.StringIO()
+    rows.write_text(json.dumps({"rollout_id": "demo-supplied.register-0-0.0-a1"}) + "\n")
+    show_way_on(Console(file=said, width=40), rows, tmp_path / "my records", Path("/models/a"))
+    _, browser, here = said.getvalue().splitlines()
+    records = str(tmp_path / "my records")
+    assert shlex.split(browser) == ["gym-capture", "ui", records, "--model", "/models/a"]
+    assert shlex.split(here)[1:4] == ["inspect", "demo-supplied.register-0-0.0-a1", records]
+
+
+def test_a_long_phase_says_without_a_terminal_what_happens_before_it_does() -> None:
+    said = io.StringIO()
+    with Phases(Console(file=said)) as phases, phases.phase("serve", "about a minute"):
+        assert said.getvalue() == "  serve: about a minute\n"
+
+
+def test_a_file_behind_json_is_taken_as_before_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check_json_file(Path("demo.json"), as_json=True) is False
+    assert "--json demo.json is now --json > FILE" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="nothing to name here"):
+        check_json_file(Path("demo.json"), as_json=False)
