@@ -43,6 +43,9 @@ class Command(NamedTuple):
 
 COMMANDS: tuple[Command, ...] = (
     Command("demo", "demo", "Serve a small model, roll out an agent, build trajectories, train one step: a table."),
+    Command(
+        "learn", "learn", "Train a small policy while it is served, with prefix supply and without: does it learn?"
+    ),
     Command("try-job", "try_job", "Play a job against a small graph of its own, and check that every token is exact."),
     Command("rollouts", "rollouts", "Run rollout jobs against a served policy.", is_group=True),
     Command("build-job", "build_job", "Build trajectories on a cluster from a graph's records: the Ray Data job."),

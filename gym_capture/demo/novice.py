@@ -5,15 +5,15 @@ environment `register`, rendered by the same tokenizer and chat template that se
 tool, which number, which answer - is right with the probability `RIGHT`, else drawn at random. So it writes calls
 that can be parsed, and is right now and then: the rest is for a reward to teach.
 
-It is a small llama with SmolLM2's tokenizer, trained here on a CPU. Nearly all of a model this size is its vocabulary of
-49,152, of which the conversations use a few hundred ids. While it is taught, all others share one row of the embedding;
+It is a small llama with SmolLM2's tokenizer, trained here on a CPU. Nearly all of a model this size is its vocabulary
+of 49,152, of which the conversations use a few hundred ids. While it is taught, all others share one row of the embedding;
 the softmax over all ids is then one over the few hundred, with the shared one counted as often as it stands there.
 
 Tool calls come in two spellings of JSON, `{"number": 7}` and `{"number":7}`, one as often as the other, as they do in
 data of several sources. A chat template writes the first one, whatever was sampled.
 
-Flow: tasks -> the environment, played by a teacher -> ids and which of them the policy says -> cross-entropy over these,
-batch after batch -> a model folder.
+Flow: tasks -> the environment, played by a teacher -> ids, and which of them the policy says -> cross-entropy over
+these, batch after batch -> a model folder.
 """
 
 from __future__ import annotations
@@ -128,21 +128,19 @@ def _write(gguf: Path, folder: Path, progress: Progress) -> None:
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    settings: dict[str, Any] = dict(
-        hidden_size=_HIDDEN,
-        intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_HEADS,
-        head_dim=_HIDDEN // _HEADS,
-        max_position_embeddings=_POSITIONS,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 2 * _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": _HIDDEN // _HEADS,
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
     rng = random.Random(_SEED)
-    lessons = [
-        examples(tokenizer, Register.tasks(_POOL, seed=_SEED), right=right, rng=rng) for right in (1.0, RIGHT)
-    ]
+    lessons = [examples(tokenizer, Register.tasks(_POOL, seed=_SEED), right=right, rng=rng) for right in (1.0, RIGHT)]
     used = sorted({each for lesson in lessons for example in lesson for each in example.token_ids})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(_SEED)
@@ -153,7 +151,7 @@ def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     rows_U_H = taught["model.embed_tokens.weight"]
     embedding_V_H = rows_U_H[-1].repeat(len(tokenizer), 1)
     embedding_V_H[used] = rows_U_H[:-1]
-    model.load_state_dict(taught | {name: embedding_V_H for name in ("model.embed_tokens.weight", "lm_head.weight")})
+    model.load_state_dict(taught | dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), embedding_V_H))
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
 
