@@ -65,8 +65,8 @@ def command(
     """Train a small policy while it is served: rollouts, updates and new weights at the same time.
 
     Everything runs on this machine, on a Ray cluster of its own: `serve run`, then `gym-capture train --play --push`
-    for each seed, with prefix supply and without. Exits with 1 if one of its checks did not hold: the reward rises, trainer
-    and engine agree on what was sampled, each update's weights are served.
+    for each seed, with prefix supply and without. Exits with 1 if one of its checks did not hold: the reward rises,
+    trainer and engine agree on what was sampled, each update's weights are served.
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; remove it, or name another one")

@@ -73,7 +73,8 @@ class Run:
 
     @property
     def generated_per_rollout(self) -> float:
-        return self.recorded("generated_tokens") / max(1, len(self.rollouts))
+        known = sum(bool(row.get("recorded")) for row in self.rollouts)
+        return self.recorded("generated_tokens") / max(1, known)
 
     @property
     def trained_per_rollout(self) -> float:

@@ -6,8 +6,9 @@ tool, which number, which answer - is right with the probability `RIGHT`, else d
 that can be parsed, and is right now and then: the rest is for a reward to teach.
 
 It is a small llama with SmolLM2's tokenizer, trained here on a CPU. Nearly all of a model this size is its vocabulary
-of 49,152, of which the conversations use a few hundred ids. While it is taught, all others share one row of the embedding;
-the softmax over all ids is then one over the few hundred, with the shared one counted as often as it stands there.
+of 49,152, of which the conversations use a hundred or two. While it is taught, all others share one row of the
+embedding; the softmax over all ids is then one over those in use, with the shared one counted as often as it stands
+there.
 
 Tool calls come in two spellings of JSON, `{"number": 7}` and `{"number":7}`, one as often as the other, as they do in
 data of several sources. A chat template writes the first one, whatever was sampled.
@@ -21,7 +22,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -54,7 +56,7 @@ _ANSWERS: Final = range(4, 200)
 
 
 def novice_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Path:
-    """The model folder, about 28 MB; made once (a minute or two), then found.
+    """The model folder, about 28 MB; made once (about three minutes), then found.
 
     Raises `ConfigError` if the package that carries the tokenizer is not installed.
     """
@@ -121,7 +123,7 @@ def _example(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any], rng:
 def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    progress("teaching a small model how to call tools (a minute or two, once)")
+    progress("teaching a small model how to call tools (about three minutes, once)")
     tokenizer = tokenizer_into(gguf, folder, _POSITIONS)
     special = {
         "bos_token_id": tokenizer.bos_token_id,
@@ -142,7 +144,7 @@ def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     rng = random.Random(_SEED)
     lessons = [examples(tokenizer, Register.tasks(_POOL, seed=_SEED), right=right, rng=rng) for right in (1.0, RIGHT)]
     used = sorted({each for lesson in lessons for example in lesson for each in example.token_ids})
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(_SEED)
         pupil = LlamaForCausalLM(LlamaConfig(vocab_size=len(used) + 1, **settings))
         _teach(pupil, lessons, used, unused=len(tokenizer) - len(used), rng=rng, progress=progress)
@@ -154,6 +156,17 @@ def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     model.load_state_dict(taught | dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), embedding_V_H))
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """How sums are split over threads changes their last bits, and with them, in the end, the model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _teach(
