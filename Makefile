@@ -52,7 +52,7 @@ test-clients-quick: $(READY) $(CLIENTS_READY)  ## the same with one run of each,
 	$(BIN)/python -m pytest -q --disable-warnings $(CLIENTS)/e2e.py $(CLIENTS)/outgrown.py -k "example or codex or mini-swe-agent or claude-code-outgrown" $(ARGS)
 
 test-faults: $(READY)  ## clients leave, engines and nodes go, every part is killed under load, 200 times; is anything lost? (50 minutes)
-	$(BIN)/python -m pytest -q --disable-warnings tests/faults/lost_node.py tests/faults/vllm_weights.py
+	$(BIN)/python -m pytest -q --disable-warnings tests/faults/lost_node.py tests/faults/vllm_weights.py tests/serving/train_follow.py
 	$(BIN)/python -m tests.faults.leaving
 	$(BIN)/python -m tests.faults.scaling
 	$(BIN)/python -m tests.faults.nodes

@@ -56,6 +56,7 @@ class ParquetGroups:
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(f"{self._shown} is no directory that can be read: {one_line(error)}") from None
         self._columns = tuple(columns)
+        self.late: list[str] = []
         self._follow = follow
         self._poll_s = poll_s
 
@@ -131,6 +132,7 @@ class _Recorded:
         self._retires = retire
         self._left: set[str] = set()
         """Rollouts of groups that an earlier process settled, and may not have retired."""
+        self.late: list[str] = []
 
     async def retire(self, consumed: Mapping[str, tuple[str, int]]) -> tuple[str, ...]:
         """Raises `StreamLostError` if the graph is gone."""
@@ -258,6 +260,7 @@ class RecordedGroups(_Recorded):
                 self._group_size,
                 settled=settled,
                 on_settled=self._left.add,
+                on_late=self.late.append,
                 follow=self._follow,
                 poll_s=self._poll_s,
             )

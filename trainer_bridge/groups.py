@@ -25,11 +25,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gym_capture.errors import ConfigError
+from trainer_bridge.id_ranges import compact, expanded
 from trainer_bridge.stream import TrainRollout, read_rollouts
 
 _T = TypeVar("_T")
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -79,8 +80,9 @@ class Position:
     settled: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
-        """To be stored in the trainer's checkpoint."""
-        return {"format": _FORMAT, "settled": sorted(self.settled)}
+        """To be stored in the trainer's checkpoint. Ids that are numbers of one series are ranges in it."""
+        single, ranges = compact(self.settled)
+        return {"format": _FORMAT, "settled": single, "ranges": ranges}
 
     @classmethod
     def from_json(cls, found: Any) -> Position:
@@ -88,13 +90,29 @@ class Position:
         match found:
             case {"format": 1, "settled": [*ids]} if all(isinstance(each, str) for each in ids):
                 return cls(frozenset(ids))
-            case {"format": version} if version != _FORMAT:
+            case {"format": 2, "settled": [*ids], "ranges": dict(ranges)} if _are_ids(ids, ranges):
+                return cls(expanded(ids, ranges))
+            case {"format": version} if version not in (1, _FORMAT):
                 raise ConfigError(f"the position is of format {version!r}, this version reads {_FORMAT}: upgrade")
         raise ConfigError("this is no position in a stream of groups: give what `Position.as_json` gave")
 
 
+def _are_ids(single: Sequence[Any], ranges: Mapping[Any, Any]) -> bool:
+    return all(isinstance(each, str) for each in [*single, *ranges]) and all(
+        isinstance(each, list)
+        and len(each) == 2
+        and all(isinstance(number, int) for number in each)
+        and 0 <= each[0] <= each[1]
+        for every in ranges.values()
+        for each in every
+    )
+
+
 class GroupSource(Protocol):
     """Where groups come from. Belongs to one stream."""
+
+    late: list[str]
+    """Rollouts that became part of a group after it had been given: in no group that is given."""
 
     def groups(self, settled: Set[str]) -> AsyncGenerator[Group]:
         """Each group once, complete, built when it is asked for; none of those whose ids are `settled`."""
@@ -194,6 +212,12 @@ class AsyncGroupStream:
         if group is None:
             raise StopAsyncIteration
         return group
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """Rollouts that were registered in a group after it had been built. They are not trained. Their
+        records stay, until a stream with `retire` goes on from a position that has the group."""
+        return tuple(self._source.late)
 
     async def next(self) -> Group | None:
         """The next group; None: there are no more. Raises what the source raises, behind the groups before that."""
@@ -314,6 +338,11 @@ class GroupStream:
     def counts(self) -> StreamCounts:
         """As `AsyncGroupStream.counts`."""
         return self._stream.counts
+
+    @property
+    def late(self) -> tuple[str, ...]:
+        """As `AsyncGroupStream.late`."""
+        return self._stream.late
 
     def __enter__(self) -> Self:
         self._thread.start()

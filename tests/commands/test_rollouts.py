@@ -293,13 +293,13 @@ async def test_a_job_that_is_interrupted_says_in_one_line_what_is_kept_and_how_t
     script = """
         import sys
         from gym_capture import cli
-        from gym_capture.commands import fence, rollouts
+        from gym_capture.commands import fence, playing
         from gym_capture.stores.memory import MemoryStore
         from tests.commands.test_rollouts import counted
         from tests.rollouts.unseen import Unseen
 
         fence.connected_fence = lambda *_: fence.Fence(MemoryStore())
-        rollouts._recorded = lambda *_: (counted, Unseen())
+        playing.recorded = lambda *_: (counted, Unseen())
         cli.main(["rollouts", "run", "job.yaml", "--concurrency", "1", "--url", sys.argv[1]])
     """
 

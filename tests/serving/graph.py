@@ -62,12 +62,16 @@ def whole(snapshot: Snapshot) -> list[TokenEntry]:
     return sorted(snapshot.entries, key=lambda entry: entry.created_at)
 
 
+def environment() -> dict[str, str]:
+    """Of a command on the graph's cluster."""
+    return {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
 def gym_capture(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     """Runs a command on the graph's cluster."""
-    address = ray.get_runtime_context().gcs_address
     return subprocess.run(
         [sys.executable, "-m", "gym_capture.cli", *map(str, arguments)],
-        env={**os.environ, "RAY_ADDRESS": address},
+        env=environment(),
         capture_output=True,
         text=True,
         timeout=300,

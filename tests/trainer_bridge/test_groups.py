@@ -9,12 +9,14 @@ import os
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gym_capture.capture.operations import Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration
@@ -35,7 +37,7 @@ from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.data import made_rollouts
 from tests.rollouts import scripted_job
-from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups
+from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups, Room
 from trainer_bridge.groups import AsyncGroupStream, Group, GroupSource, GroupStream, Position, StreamOptions
 
 from .test_stream import row, table
@@ -60,6 +62,7 @@ class Listed:
     def __init__(self, *groups: Group, fails: Exception | None = None) -> None:
         self._groups = groups
         self._fails = fails
+        self.late: list[str] = []
         self.built: list[str] = []
         self.retired: list[str] = []
         self.closed = False
@@ -213,11 +216,28 @@ def test_a_group_is_trained_once() -> None:
 def test_a_position_is_json_and_anything_else_is_refused() -> None:
     position = Position(frozenset({"b", "a"}))
     assert Position.from_json(json.loads(json.dumps(position.as_json()))) == position
-    with pytest.raises(ConfigError, match="format 2, this version reads 1"):
-        Position.from_json({"format": 2, "settled": []})
-    for wrong in (None, [], {}, {"format": 1}, {"format": 1, "settled": [1]}, {"format": 1, "settled": "ab"}):
+    assert Position.from_json({"format": 1, "settled": ["a", "b"]}) == position
+    with pytest.raises(ConfigError, match="format 3, this version reads 2"):
+        Position.from_json({"format": 3, "settled": []})
+    for wrong in (
+        *(None, [], {}, {"format": 1}, {"format": 1, "settled": [1]}, {"format": 1, "settled": "ab"}),
+        *({"format": 2, "settled": [], "ranges": wrong} for wrong in ([], {"a": [[1]]}, {"a": [[2, 1]]}, {"a": "b"})),
+    ):
         with pytest.raises(ConfigError, match="no position"):
             Position.from_json(wrong)
+
+
+def test_a_position_of_tasks_in_a_row_stays_small() -> None:
+    ids = [f"task-{number}" for number in range(100_000) if number != 5_000]
+    position = Position(frozenset(ids))
+    stored = json.dumps(position.as_json())
+    assert len(stored) < 200
+    assert Position.from_json(json.loads(stored)) == position
+
+
+@given(st.frozensets(st.from_regex(r"(a|b1|)[0-9]{0,3}", fullmatch=True) | st.text(max_size=3)))
+def test_whatever_ids_are_a_position_keeps_them(ids: frozenset[str]) -> None:
+    assert Position.from_json(json.loads(json.dumps(Position(ids).as_json()))) == Position(ids)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -337,6 +357,55 @@ async def test_a_job_goes_on_while_its_trainer_is_slow() -> None:
         assert ids([each async for each in stream]) == list("abcdef")
 
 
+async def test_a_job_waits_for_room_that_its_trainer_makes(tmp_path: Path) -> None:
+    """One group is played that the trainer has not taken, and no rollout of another one begins."""
+    room, begun, beyond = Room(1), set[str](), list[int]()
+
+    async def well(rollout_id: str, environment: Any) -> Any:
+        begun.add(rollout_id.rsplit(".", 1)[0])
+        beyond.append(len(begun) - stream.counts.handed_out)
+        return await scripted_job.well(rollout_id, environment)
+
+    job = replace(scripted_job.make(tmp_path, scripted_job.Scripted(well)), may_begin=room.enter)
+
+    async def play(tell: Tell) -> None:
+        await job.run(on_row=lambda row: tell(asdict(row)), on_kept=lambda row: tell(asdict(row)))
+
+    source = PlayedGroups(play, source=MADE, group_size=2, room=room)
+    async with AsyncGroupStream(source, StreamOptions(ahead=1)) as stream:
+        assert len([each async for each in stream]) == len(scripted_job.TASKS)
+    assert len(beyond) == 2 * len(scripted_job.TASKS)
+    assert set(beyond) == {1}
+
+
+async def test_a_trained_group_that_is_played_again_takes_no_room_for_good() -> None:
+    room = Room(1)
+
+    async def play(tell: Tell) -> None:
+        for name in ("trained", "b"):
+            await room.enter(name)
+            tell(told(name, 0))
+
+    source = PlayedGroups(play, source=MADE, group_size=1, room=room)
+    settled = Position(frozenset({"trained"}))
+    async with AsyncGroupStream(source, StreamOptions(ahead=1), position=settled) as stream:
+        assert ids([each async for each in stream]) == ["b"]
+
+
+def test_a_stream_that_is_ended_lets_go_of_whoever_waits() -> None:
+    async def play(tell: Tell) -> None:
+        tell(told("a", 0))
+        await asyncio.Event().wait()
+
+    with GroupStream(PlayedGroups(play, source=MADE, group_size=1)) as stream:
+        assert next(stream).group_id == "a"
+        timer = threading.Timer(0.05, stream.end)
+        timer.start()
+        assert list(stream) == []
+        timer.join()
+        assert list(stream) == []
+
+
 def test_a_job_that_is_resumed_builds_no_group_that_is_settled() -> None:
     async def play(tell: Tell) -> None:
         for name in ("poison-a", "b"):  # to build the first ends the process
@@ -434,6 +503,7 @@ async def test_a_group_comes_when_all_who_registered_in_it_are_through(store: Me
         await play(store, "b.2", group="b", reward=1.0)  # too late
         await store.write(Complete("a.1", Outcome(reward=1.0)))
         assert (await anext(stream)).group_id == "a"
+        assert stream.late == ("b.2",)
 
 
 async def test_a_graph_that_goes_is_named_and_one_that_was_not_there_too(

@@ -6,6 +6,8 @@ import itertools
 import json
 import shutil
 import struct
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +15,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, StreamLostError
 from trainer_bridge import checkpoints
 from trainer_bridge.batching import Selection
 from trainer_bridge.checkpoints import Progress
 from trainer_bridge.group_sources import ParquetGroups
 from trainer_bridge.groups import GroupStream, Position
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
-from trainer_bridge.loop import LoopOptions, Trainer, groups_of
+from trainer_bridge.loop import LoopOptions, Trainer, groups_of, lags
 from trainer_bridge.plots import write_plots
 from trainer_bridge.stream import TrainRollout
 
@@ -145,6 +147,62 @@ def test_a_run_on_a_stream_goes_on_at_the_position_of_its_checkpoint(tmp_path: P
         whole.run(stream)
     assert torch.equal(weights(again), weights(whole))
     assert [line.keys() & {"position"} for line in lines(tmp_path / "run")] == [set()] * 6
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_a_run_that_is_told_to_stop_gives_up_what_has_not_moved_the_weights(tmp_path: Path, updates: int) -> None:
+    """Within the second step: in its first pass it is given up, behind an update it is finished."""
+    options = replace(OPTIONS, updates_per_step=updates, tokens_per_micro_batch=1)
+    made = trainer(tmp_path / "run", options, checkpoint_every=100)
+    passes = {1: 1, 2: 2 + 2 + 1}[updates]  # the first pass; that of `prev`, an update, and one pass of the next one
+
+    def stop(done: int, of: int) -> None:
+        assert of == {1: 2, 2: 6}[updates]
+        if made.progress.step == 1 and done == passes:
+            made.stop()
+
+    made.run(GROUPS, on_progress=stop)
+    steps = {1: 1, 2: 2}[updates]
+    again = trainer(tmp_path / "run", options)
+    again.resume()
+    assert again.progress == Progress(step=steps, groups_trained=steps)
+    whole = trainer(tmp_path / "whole", options, steps=steps)
+    whole.run(GROUPS)
+    assert torch.equal(weights(again), weights(whole))
+    assert [line["step"] for line in lines(tmp_path / "run")] == list(range(1, steps + 1))
+
+
+def test_a_run_that_waits_for_a_group_can_be_stopped(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "run")
+    with GroupStream(ParquetGroups(tmp_path / "nothing", follow=True)) as stream:
+        progress = made.run_stream(stream, on_wait=lambda there, of: made.stop())
+    assert progress == Progress()
+
+
+def test_a_stream_that_breaks_leaves_a_checkpoint_of_what_was_trained(tmp_path: Path) -> None:
+    def breaking() -> Iterator[list[TrainRollout]]:
+        yield from GROUPS[:3]
+        raise StreamLostError("the graph is gone")
+
+    made = trainer(tmp_path, checkpoint_every=100)
+    with pytest.raises(StreamLostError):
+        made.run(breaking())
+    again = trainer(tmp_path)
+    again.resume()
+    assert again.progress.step == 3
+
+
+def test_how_old_groups_are_is_counted_by_their_oldest_weights(tmp_path: Path) -> None:
+    def sampled(version: str | None, *, masked: bool = False) -> TrainRollout:
+        made = rollout(sequence(seed=1))
+        (one,) = made.sequences
+        spans = tuple(replace(span, weight_version=version) for span in one.spans)
+        assert spans
+        return replace(made, sequences=(replace(one, spans=spans),), masked=masked)
+
+    groups = [[sampled("7"), sampled("5")], [sampled("8"), sampled("1", masked=True)], [sampled(None)]]
+    assert lags(groups, 8) == {"version": 8, "lag_mean": 1.5, "lag_max": 3, "groups_of_unknown_age": 1}
+    assert lags(groups, None) == {"version": None, "lag_mean": None, "lag_max": None, "groups_of_unknown_age": 1}
 
 
 def checkpoint_position(run: Path) -> Position:
