@@ -37,7 +37,7 @@ RIGHT: Final = 0.4
 """Of the choices that it was shown."""
 
 _RECIPE: Final = "novice float32 1"
-_POSITIONS: Final = 2_048
+_POSITIONS: Final = 4_096
 _HIDDEN: Final = 128
 _LAYERS: Final = 4
 _HEADS: Final = 4
@@ -83,7 +83,7 @@ def examples(tokenizer: Any, tasks: Iterable[Task], *, right: float, rng: random
 
 async def _played(task: Task, right: float, rng: random.Random) -> tuple[list[dict[str, Any]], Sequence[Any]]:
     """Messages and tools of a conversation with the environment."""
-    environment = Register()
+    environment = Register(strict=False)
     start = await environment.reset(task)
     messages = [dict(message) for message in start.messages]
     answer = ""
