@@ -109,6 +109,8 @@ class _Arm:
             "limits.outage_timeout_s": f"{ENGINE_BACK_WITHIN_S:g}",
         }
         command = [
+            # One thread, as the engine has the other core: two that wait for each other are slower.
+            *("env", "OMP_NUM_THREADS=1"),
             *(sys.executable, "-m", "gym_capture.cli", "train", "--model", str(self._options.model)),
             *("--play", str(self._options.job), "--push", url, "--steps", str(steps), "--out", str(folder / "run")),
             *(word for key, value in job.items() for word in ("--set", f"{key}={value}")),

@@ -98,7 +98,7 @@ class Register:
     """
 
     def __init__(self, *, strict: bool = True) -> None:
-        """`strict`: of its tools. Engines sample calls of strict tools under a grammar, which a trainer does not have."""
+        """`strict`: of its tools. Calls of strict tools are sampled under a grammar, which a trainer does not have."""
         self._strict = strict
         self._steps: Sequence[tuple[str, int]] = ()
         self._expected = 0

@@ -94,7 +94,8 @@ def test_what_a_batch_shares_is_computed_once_and_changes_nothing(tokenizer: Any
 def test_it_is_a_whole_model_that_gives_what_it_was_taught_with(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(novice, "_STEPS", (3, 2))
+    monkeypatch.setattr(novice, "_MOST_STEPS", 3)
+    monkeypatch.setattr(novice, "_LAST_STEPS", 2)
     monkeypatch.setattr(novice, "_POOL", 16)
     taught: list[tuple[Any, list[int]]] = []
     teach = novice._teach
@@ -108,7 +109,8 @@ def test_it_is_a_whole_model_that_gives_what_it_was_taught_with(
     said: list[str] = []
     model = AutoModelForCausalLM.from_pretrained(novice_dir(tmp_path, progress=said.append))
     assert torch.get_num_threads() == before
-    assert said[0].startswith("teaching") and said[-1].startswith("ready")
+    assert said[0].startswith("teaching")
+    assert said[-1].startswith("ready")
     embedding_V_H = model.get_input_embeddings().weight
     rows, counts = embedding_V_H.unique(dim=0, return_counts=True)
     (unused,) = counts[counts > 1].tolist()
