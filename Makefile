@@ -15,7 +15,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo example-claude-code test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
+.PHONY: help setup demo example-claude-code example-grpo test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
 .PHONY: test-serve test-ui lint format typecheck bench ui check-configs contiguity-table cli-table reasons-table clean
 
 help:  ## list the targets
@@ -38,6 +38,9 @@ demo: $(READY)  ## the main job on a real small model: serve, roll out, build, o
 example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on reasoning_gym: serve, play, build, one GRPO step, checks (needs Node 20)
 	$(BIN)/gym-capture try-job serve_configs/jobs/claude_code_reasoning_gym.yaml --temperature 0.4 \
 		--set 'harness.program=[sh, "$(CURDIR)/docs/examples/tools_first.sh", node, "$(CLAUDE_CODE)"]' $(ARGS)
+
+example-grpo: $(READY)  ## a small policy learns while it is served: 3 seeds, with prefix supply and without; plot, table, checks
+	$(BIN)/gym-capture learn $(ARGS)
 
 test: $(READY)  ## all tests, with a real vLLM engine (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)

@@ -84,6 +84,7 @@ COMMANDS: tuple[Command, ...] = (
     Command("build", "build", BUILD, "Build from a directory of records or token captures: Parquet files."),
     Command("build-job", "build_job", BUILD, "Build on a cluster from a graph's records: the Ray Data job."),
     Command("export", "export", BUILD, "Export built trajectories to the files that a trainer reads."),
+    Command("learn", "learn", TRAIN, "Train a small policy while it is served, with prefix supply and without."),
     Command("train", "train", TRAIN, "Train the reference GRPO trainer over built trajectories, with checkpoints."),
     Command(
         *("train-step", "train_step", TRAIN, "Train one step of the reference GRPO trainer on built trajectories."),

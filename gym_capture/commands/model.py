@@ -14,17 +14,24 @@ class SmallModel(StrEnum):
 
     SMOLLM2 = "smollm2"
     TINY = "tiny"
+    NOVICE = "novice"
 
 
 def command(
-    model: Annotated[SmallModel, typer.Argument(help="smollm2: SmolLM2-135M-Instruct. tiny: 3 M random weights.")],
+    model: Annotated[
+        SmallModel,
+        typer.Argument(
+            help="smollm2: SmolLM2-135M-Instruct. tiny: 3 M random weights. novice: 7 M, taught to call tools."
+        ),
+    ],
     cache: Annotated[Path | None, typer.Option(help="Where model folders are kept.")] = None,
 ) -> None:
     """Make a small model folder, once, and print its path.
 
-    Nothing is fetched: the weights come from an installed package.
+    Nothing is fetched: weights and tokenizer come from an installed package.
     """
+    from gym_capture.demo.novice import novice_dir
     from gym_capture.models import smollm2_dir, tiny_dir
 
-    make = smollm2_dir if model is SmallModel.SMOLLM2 else tiny_dir
+    make = {SmallModel.SMOLLM2: smollm2_dir, SmallModel.TINY: tiny_dir, SmallModel.NOVICE: novice_dir}[model]
     typer.echo(make(cache, progress=lambda line: typer.echo(line, err=True)))

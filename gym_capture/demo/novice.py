@@ -5,23 +5,26 @@ environment `register`, rendered by the same tokenizer and chat template that se
 tool, which number, which answer - is right with the probability `RIGHT`, else drawn at random. So it writes calls
 that can be parsed, and is right now and then: the rest is for a reward to teach.
 
-It is a small llama with SmolLM2's tokenizer, trained here on a CPU. Nearly all of a model this size is its vocabulary of
-49,152, of which the conversations use a few hundred ids. While it is taught, all others share one row of the embedding;
-the softmax over all ids is then one over the few hundred, with the shared one counted as often as it stands there.
+It is a small llama with SmolLM2's tokenizer, trained here on a CPU. Nearly all of a model this size is its vocabulary
+of 49,152, of which the conversations use a hundred or two. While it is taught, all others share one row of the
+embedding; the softmax over all ids is then one over those in use, with the shared one counted as often as it stands
+there.
 
 Tool calls come in two spellings of JSON, `{"number": 7}` and `{"number":7}`, one as often as the other, as they do in
 data of several sources. A chat template writes the first one, whatever was sampled.
 
-Flow: tasks -> the environment, played by a teacher -> ids and which of them the policy says -> cross-entropy over these,
-batch after batch -> a model folder.
+Flow: tasks -> the environment, played by a teacher -> ids, and which of them the policy says -> cross-entropy over
+these, batch after batch -> a model folder.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -34,15 +37,19 @@ from gym_capture.rollouts.environment import Register, Task
 RIGHT: Final = 0.4
 """Of the choices that it was shown."""
 
-_RECIPE: Final = "novice float32 1"
-_POSITIONS: Final = 2_048
+_RECIPE: Final = "novice float32 2"
+_POSITIONS: Final = 4_096
 _HIDDEN: Final = 128
 _LAYERS: Final = 4
 _HEADS: Final = 4
 _BATCH: Final = 16
-_STEPS: Final = (300, 80)
-"""With every choice right, so that it learns where to look; then with `RIGHT` of them."""
 _LR: Final = 3e-3
+_LEARNT: Final = 0.035
+"""Mean loss of the last batches at which it has learnt where to look; how a call is spelt, nobody can know: 0.024."""
+_MOST_STEPS: Final = 1_500
+"""With every choice right, until it has learnt that."""
+_LAST_STEPS: Final = 80
+"""With `RIGHT` of them."""
 _POOL: Final = 1_500
 _WARM_UP: Final = 20
 _SAID_EVERY: Final = 50
@@ -54,7 +61,7 @@ _ANSWERS: Final = range(4, 200)
 
 
 def novice_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Path:
-    """The model folder, about 28 MB; made once (a minute or two), then found.
+    """The model folder, about 28 MB; made once (about three minutes), then found.
 
     Raises `ConfigError` if the package that carries the tokenizer is not installed.
     """
@@ -81,7 +88,7 @@ def examples(tokenizer: Any, tasks: Iterable[Task], *, right: float, rng: random
 
 async def _played(task: Task, right: float, rng: random.Random) -> tuple[list[dict[str, Any]], Sequence[Any]]:
     """Messages and tools of a conversation with the environment."""
-    environment = Register()
+    environment = Register(strict=False)
     start = await environment.reset(task)
     messages = [dict(message) for message in start.messages]
     answer = ""
@@ -121,30 +128,28 @@ def _example(tokenizer: Any, messages: Sequence[Any], tools: Sequence[Any], rng:
 def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-    progress("teaching a small model how to call tools (a minute or two, once)")
+    progress("teaching a small model how to call tools (about three minutes, once)")
     tokenizer = tokenizer_into(gguf, folder, _POSITIONS)
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
-    settings: dict[str, Any] = dict(
-        hidden_size=_HIDDEN,
-        intermediate_size=2 * _HIDDEN,
-        num_hidden_layers=_LAYERS,
-        num_attention_heads=_HEADS,
-        num_key_value_heads=_HEADS,
-        head_dim=_HIDDEN // _HEADS,
-        max_position_embeddings=_POSITIONS,
-        tie_word_embeddings=True,
-        dtype="float32",
-    )
+    settings: dict[str, Any] = {
+        "hidden_size": _HIDDEN,
+        "intermediate_size": 2 * _HIDDEN,
+        "num_hidden_layers": _LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": _HIDDEN // _HEADS,
+        "max_position_embeddings": _POSITIONS,
+        "tie_word_embeddings": True,
+        "dtype": "float32",
+    }
     rng = random.Random(_SEED)
-    lessons = [
-        examples(tokenizer, Register.tasks(_POOL, seed=_SEED), right=right, rng=rng) for right in (1.0, RIGHT)
-    ]
+    lessons = [examples(tokenizer, Register.tasks(_POOL, seed=_SEED), right=right, rng=rng) for right in (1.0, RIGHT)]
     used = sorted({each for lesson in lessons for example in lesson for each in example.token_ids})
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _one_thread():
         torch.manual_seed(_SEED)
         pupil = LlamaForCausalLM(LlamaConfig(vocab_size=len(used) + 1, **settings))
         _teach(pupil, lessons, used, unused=len(tokenizer) - len(used), rng=rng, progress=progress)
@@ -153,9 +158,20 @@ def _write(gguf: Path, folder: Path, progress: Progress) -> None:
     rows_U_H = taught["model.embed_tokens.weight"]
     embedding_V_H = rows_U_H[-1].repeat(len(tokenizer), 1)
     embedding_V_H[used] = rows_U_H[:-1]
-    model.load_state_dict(taught | {name: embedding_V_H for name in ("model.embed_tokens.weight", "lm_head.weight")})
+    model.load_state_dict(taught | dict.fromkeys(("model.embed_tokens.weight", "lm_head.weight"), embedding_V_H))
     model.generation_config = GenerationConfig(**special)
     model.save_pretrained(folder)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """How sums are split over threads changes their last bits, and with them, in the end, the model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _teach(
@@ -174,18 +190,29 @@ def _teach(
     counts_U[-1] = unused
     optimizer = torch.optim.AdamW(pupil.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.0)
     shared = _shared([example.token_ids for lesson in lessons for example in lesson])
-    of = sum(_STEPS)
-    for step in range(of):
-        lesson = lessons[step >= _STEPS[0]]
+    losses: list[float] = []
+
+    def step(lesson: Sequence[Example], lr: float) -> None:
         for group in optimizer.param_groups:
-            group["lr"] = _LR * min(1.0, (step + 1) / _WARM_UP) * (1.0 - step / of)
+            group["lr"] = lr
         loss = _loss(pupil, rng.sample(lesson, _BATCH), number_of, counts_U.log(), shared)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if (step + 1) % _SAID_EVERY == 0:
-            progress(f"taught {step + 1} of {of} batches, loss {loss.item():.3f}")
+        losses.append(loss.item())
+        if len(losses) % _SAID_EVERY == 0:
+            progress(f"taught {len(losses)} batches, loss {losses[-1]:.3f}")
+
+    right, sometimes = lessons
+    while len(losses) < _MOST_STEPS and not _mean_of_last(losses) < _LEARNT:
+        step(right, _LR * min(1.0, (len(losses) + 1) / _WARM_UP))
+    for number in range(_LAST_STEPS):
+        step(sometimes, _LR / 3 * (1.0 - number / _LAST_STEPS))
+
+
+def _mean_of_last(losses: Sequence[float]) -> float:
+    return sum(losses[-_WARM_UP:]) / _WARM_UP if len(losses) >= _WARM_UP else math.inf
 
 
 def _loss(

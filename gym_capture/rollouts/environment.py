@@ -99,7 +99,9 @@ class Register:
     tool in its place and the right number with it; then the right final answer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, strict: bool = True) -> None:
+        """`strict`: of its tools. Calls of strict tools are sampled under a grammar, which a trainer does not have."""
+        self._strict = strict
         self._steps: Sequence[tuple[str, int]] = ()
         self._expected = 0
         self._value = 0
@@ -134,7 +136,10 @@ class Register:
         user = f"The register holds {self._value}. Please {orders}. What does it hold in the end?"
         return Observation(
             messages=({"role": "system", "content": system}, {"role": "user", "content": user}),
-            tools=(_tool("add", "Adds a number to the register."), _tool("multiply", "Multiplies the register.")),
+            tools=(
+                _tool("add", "Adds a number to the register.", strict=self._strict),
+                _tool("multiply", "Multiplies the register.", strict=self._strict),
+            ),
         )
 
     async def call_tool(self, name: str, arguments: Mapping[str, Any]) -> str:
@@ -170,14 +175,14 @@ def _apply(name: str, value: int, number: int) -> int:
     return value + number if name == "add" else value * number
 
 
-def _tool(name: str, description: str) -> dict[str, Any]:
+def _tool(name: str, description: str, *, strict: bool) -> dict[str, Any]:
     number = {"type": "integer", "minimum": 0, "maximum": _LARGEST}
     return {
         "type": "function",
         "function": {
             "name": name,
             "description": description,
-            "strict": True,
+            "strict": strict,
             "parameters": {
                 "type": "object",
                 "properties": {"number": number},
