@@ -18,7 +18,7 @@ from tests.serving.graph import Graph
 pytestmark = pytest.mark.engine
 
 SERVED_AT = "http://127.0.0.1:8000"
-NOT_HERE = ("make setup", "serve run")
+NOT_HERE = ("make setup", "gym-capture serve")
 """Blocks that the fixture stands for: it serves the same configuration, with the small random model."""
 ROLLOUTS = {"what-i.0", "what-i.1", "name-a.0", "name-a.1"}
 
