@@ -92,16 +92,13 @@ class Library:
         with self._lock:
             return list(self._table.group(group))
 
-    def rollout(self, rollout_id: str, *, fresh: bool = False) -> SeenRollout | None:
-        """A rollout as it is shown; None: there is no such. `fresh`: as it is now, for one that may have grown.
-
-        Raises `GymCaptureError` if it cannot be read.
-        """
+    def rollout(self, rollout_id: str) -> SeenRollout | None:
+        """A rollout as it is shown; None: there is no such. Raises `GymCaptureError` if it cannot be read."""
         self.wake()
         with self._lock:
             row = self._table.rows.get(rollout_id)
             kept = self._kept.get(rollout_id)
-            if kept is not None and row is not None and kept[0] == row.version and not fresh:
+            if kept is not None and row is not None and kept[0] == row.version:
                 self._kept.move_to_end(rollout_id)
                 return kept[1]
         seen = self.source.read(rollout_id)
@@ -125,8 +122,8 @@ class Library:
     def close(self) -> None:
         self._is_closed = True
         self._asked.set()
-        if self._worker is not None:
-            self._worker.join()
+        if (worker := self._worker) is not None:
+            worker.join()
         self.source.close()
 
     def settle(self) -> None:
@@ -139,6 +136,13 @@ class Library:
     # the worker
 
     def _work(self) -> None:
+        try:
+            self._work_on()
+        finally:
+            self._worker = None  # a defect ends this one, and is printed; the next question begins another
+            self._looked.set()
+
+    def _work_on(self) -> None:
         while not self._is_closed:
             self._asked.wait()
             self._asked.clear()
