@@ -128,9 +128,9 @@ class Library:
 
     def settle(self) -> None:
         """Looks, and reads all that is due, in this thread: for tests and measurements."""
-        while self._look():
+        while self.look():
             pass
-        while self._read_some():
+        while self.read_some():
             pass
 
     # the worker
@@ -147,19 +147,19 @@ class Library:
             self._asked.wait()
             self._asked.clear()
             begun = self._clock()
-            while not self._is_closed and self._look():
+            while not self._is_closed and self.look():
                 self._looked.set()
             self._is_whole = True
             self._looked.set()
-            while not self._is_closed and self._clock() - begun < _LOOK_EVERY_S and self._read_some():
+            while not self._is_closed and self._clock() - begun < _LOOK_EVERY_S and self.read_some():
                 pass
             if not self._is_closed and self._has_due():
                 self._asked.set()
             elif not self._is_closed:
                 time.sleep(max(_LOOK_EVERY_S - (self._clock() - begun), 0.0))
 
-    def _look(self) -> bool:
-        """Whether another look is worth it at once."""
+    def look(self) -> bool:
+        """Takes one look. Returns whether another one is worth it at once."""
         try:
             look = self.source.look()
         except GymCaptureError as error:
@@ -178,7 +178,8 @@ class Library:
         with self._lock:
             return self.source.is_read_whole and bool(self._table.due(1, self._clock()))
 
-    def _read_some(self) -> bool:
+    def read_some(self) -> bool:
+        """Reads a few rollouts that are due. Returns whether there were any."""
         if not self.source.is_read_whole:
             return False
         with self._lock:

@@ -300,8 +300,8 @@ class Failing(Source):
 
 def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
     library = Library(Failing())
-    library._look()
-    library._read_some()
+    library.look()
+    library.read_some()
     bad = library.row("bad")
     assert bad is not None
     assert bad.mask_reason == "unreadable"
