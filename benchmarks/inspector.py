@@ -90,10 +90,10 @@ def _looked(source: Source) -> tuple[float, float, Library]:
     """Seconds to the first rows, and to all of them."""
     library = Library(source)
     begun = time.perf_counter()
-    is_more = library._look()
+    is_more = library.look()
     first = time.perf_counter() - begun
     while is_more:
-        is_more = library._look()
+        is_more = library.look()
     return first, time.perf_counter() - begun, library
 
 
@@ -111,7 +111,7 @@ def _over_a_log(log: Path, rollouts: int, size: int) -> bool:
     encoded = views.as_json(answer)
     names = [row.rollout for row in library.rows()[:READ]]
     reading_s = _seconds(lambda: [library.source.read(name) for name in names])
-    poll_s = _seconds(library._look)
+    poll_s = _seconds(library.look)
     tracemalloc.start()
     _, _, kept = _looked(LogSource(log))
     per_rollout = tracemalloc.get_traced_memory()[0] / rollouts

@@ -199,23 +199,24 @@ def _name_of(settings: object) -> str | None:
 
 
 def _basics(row: Mapping[str, Any], harness: str | None) -> Basics:
-    recorded = row.get("recorded") or {}
+    said = row.get("recorded")
+    recorded: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
     is_failed = row.get("status") == State.FAILED
     reason = join_reason(MaskReason.INCOMPLETE, str(row.get("error") or AttemptFailure.FAILED)) if is_failed else None
     return Basics(
         rollout_id=row["rollout_id"],
-        group=row.get("group_id"),
-        sample=row.get("sample"),
-        attempt=row.get("attempt"),
+        group=_text(row.get("group_id")),
+        sample=_whole(row.get("sample")),
+        attempt=_whole(row.get("attempt")),
         state=State.FAILED if is_failed else State.FINISHED,
-        reward=row.get("reward"),
+        reward=_number(row.get("reward")),
         mask_reason=reason,
         harness=harness,
-        calls=recorded.get("calls", row.get("n_calls")),
-        generated_tokens=recorded.get("generated_tokens"),
-        eligible_links=recorded.get("eligible_links"),
-        exact_links=recorded.get("contiguous_links"),
-        finished_at=row.get("started_at", 0.0) + row.get("wall_s", 0.0) or None,
+        calls=_whole(recorded.get("calls", row.get("n_calls"))),
+        generated_tokens=_whole(recorded.get("generated_tokens")),
+        eligible_links=_whole(recorded.get("eligible_links")),
+        exact_links=_whole(recorded.get("contiguous_links")),
+        finished_at=(_number(row.get("started_at")) or 0.0) + (_number(row.get("wall_s")) or 0.0) or None,
     )
 
 
@@ -223,10 +224,25 @@ def _playing(row: Mapping[str, Any], harness: str | None, state: State) -> Basic
     cut = join_reason(MaskReason.INCOMPLETE, AttemptFailure.NODE_LOST) if state is State.FAILED else None
     return Basics(
         rollout_id=row["rollout_id"],
-        group=str(row["task_id"]) if "task_id" in row else None,
-        sample=row.get("sample"),
-        attempt=row.get("attempt"),
+        group=_text(row.get("task_id")),
+        sample=_whole(row.get("sample")),
+        attempt=_whole(row.get("attempt")),
         state=state,
         mask_reason=cut,
         harness=harness,
     )
+
+
+# Another version may have written the ledger, or somebody by hand: what is of another kind is not known.
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _whole(value: object) -> int | None:
+    return value if type(value) is int else None
+
+
+def _number(value: object) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

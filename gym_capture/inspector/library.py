@@ -92,16 +92,13 @@ class Library:
         with self._lock:
             return list(self._table.group(group))
 
-    def rollout(self, rollout_id: str, *, fresh: bool = False) -> SeenRollout | None:
-        """A rollout as it is shown; None: there is no such. `fresh`: as it is now, for one that may have grown.
-
-        Raises `GymCaptureError` if it cannot be read.
-        """
+    def rollout(self, rollout_id: str) -> SeenRollout | None:
+        """A rollout as it is shown; None: there is no such. Raises `GymCaptureError` if it cannot be read."""
         self.wake()
         with self._lock:
             row = self._table.rows.get(rollout_id)
             kept = self._kept.get(rollout_id)
-            if kept is not None and row is not None and kept[0] == row.version and not fresh:
+            if kept is not None and row is not None and kept[0] == row.version:
                 self._kept.move_to_end(rollout_id)
                 return kept[1]
         seen = self.source.read(rollout_id)
@@ -125,37 +122,44 @@ class Library:
     def close(self) -> None:
         self._is_closed = True
         self._asked.set()
-        if self._worker is not None:
-            self._worker.join()
+        if (worker := self._worker) is not None:
+            worker.join()
         self.source.close()
 
     def settle(self) -> None:
         """Looks, and reads all that is due, in this thread: for tests and measurements."""
-        while self._look():
+        while self.look():
             pass
-        while self._read_some():
+        while self.read_some():
             pass
 
     # the worker
 
     def _work(self) -> None:
+        try:
+            self._work_on()
+        finally:
+            self._worker = None  # a defect ends this one, and is printed; the next question begins another
+            self._looked.set()
+
+    def _work_on(self) -> None:
         while not self._is_closed:
             self._asked.wait()
             self._asked.clear()
             begun = self._clock()
-            while not self._is_closed and self._look():
+            while not self._is_closed and self.look():
                 self._looked.set()
             self._is_whole = True
             self._looked.set()
-            while not self._is_closed and self._clock() - begun < _LOOK_EVERY_S and self._read_some():
+            while not self._is_closed and self._clock() - begun < _LOOK_EVERY_S and self.read_some():
                 pass
             if not self._is_closed and self._has_due():
                 self._asked.set()
             elif not self._is_closed:
                 time.sleep(max(_LOOK_EVERY_S - (self._clock() - begun), 0.0))
 
-    def _look(self) -> bool:
-        """Whether another look is worth it at once."""
+    def look(self) -> bool:
+        """Takes one look. Returns whether another one is worth it at once."""
         try:
             look = self.source.look()
         except GymCaptureError as error:
@@ -174,7 +178,8 @@ class Library:
         with self._lock:
             return self.source.is_read_whole and bool(self._table.due(1, self._clock()))
 
-    def _read_some(self) -> bool:
+    def read_some(self) -> bool:
+        """Reads a few rollouts that are due. Returns whether there were any."""
         if not self.source.is_read_whole:
             return False
         with self._lock:

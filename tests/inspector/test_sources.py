@@ -196,6 +196,18 @@ async def test_attempts_that_were_cut_with_their_job_are_not_live(tmp_path: Path
     assert (answer.status_code, answer.json()["calls"]) == (200, [])
 
 
+def test_a_ledger_with_odd_values_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"job_id": "job", "format_version": 2}')
+    odd = {"rollout_id": "odd", "group_id": 3, "sample": "x", "reward": "y", "started_at": [], "wall_s": None}
+    lines = [odd, {"rollout_id": 7}, {"rollout_id": "more", "recorded": [], "reward": 1}, []]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "broken\n{")
+    found = table(open_path(tmp_path))
+    assert {name: (each.group, each.reward, each.finished_at) for name, each in found.items()} == {
+        "odd": ("odd", None, None),
+        "more": ("more", 1.0, None),
+    }
+
+
 def test_records_go_with_a_job(log: Path) -> None:
     with pytest.raises(ConfigError, match="--records goes with a job's directory"):
         open_path(log, records=log)
@@ -288,8 +300,8 @@ class Failing(Source):
 
 def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
     library = Library(Failing())
-    library._look()
-    library._read_some()
+    library.look()
+    library.read_some()
     bad = library.row("bad")
     assert bad is not None
     assert bad.mask_reason == "unreadable"
