@@ -88,6 +88,8 @@ def test_from_the_rollouts_to_a_token_and_a_note_on_it_while_the_log_grows(
     expect(page.get_by_role("treeitem")).to_have_count(1)
     log.second_call_of_alone()
     expect(page.get_by_role("treeitem")).to_have_count(2)
+    page.get_by_role("link", name="Its tokens").click()  # of a rollout that nobody has ended
+    expect(page.get_by_role("listbox", name="Tokens")).to_contain_text("turn 2")
     page.goto("#/group/group%2F1")
     expect(page.get_by_text("All are the same, id for id.")).to_be_visible()
     page.goto("#/rollout/nobody")

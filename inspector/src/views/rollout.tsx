@@ -39,9 +39,9 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
   const live = data?.state === "live";
   usePoll(load, 1000, live);
   useEffect(() => {
-    if (data === null || live) return;
-    get<Trajectory[]>(`${path}/trajectories`).then(setTrajectories, () => setTrajectories([]));
-  }, [data === null, live]);
+    if (data === null) return;
+    get<Trajectory[]>(`${path}/trajectories`).then(setTrajectories, () => {}); // the calls are of use without
+  }, [data === null, data?.cursor]);
 
   const calls = data?.calls ?? [];
   // Without a call in the address: the last of the main chain, which is the newest while the rollout is live.
