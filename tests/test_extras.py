@@ -150,7 +150,7 @@ def test_what_is_no_extra_is_a_fault_of_its_own() -> None:
         module = types.ModuleType("gym_capture.commands.probe")
         module.command = command
         sys.modules[module.__name__] = module
-        cli.COMMANDS += (cli.Command("probe", "probe", "probe"),)
+        cli.COMMANDS += (cli.Command("probe", "probe", cli.LOOK, "probe"),)
         cli.main(["probe"])
     """)
     assert done.returncode == 1

@@ -43,6 +43,7 @@ OTHER_WORDS = {
     ("failed", "gym_capture/rollouts/ledger.py"): "a rollout's status",
     ("failed", "gym_capture/rollouts/metrics.py"): "a rollout's status",
     ("failed", "gym_capture/commands/rollouts.py"): "a rollout's status",
+    ("masked", "gym_capture/commands/export.py"): "a count",
     ("failed", "gym_capture/inspector/source.py"): "a rollout's state",
     ("aborted", "gym_capture/inspector/seen.py"): "a call's role",
     ("masked", "gym_capture/inspector/from_rows.py"): "a column",

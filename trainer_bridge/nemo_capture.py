@@ -36,6 +36,8 @@ from gym_capture.data.nemo_gym import gym_digest
 from gym_capture.errors import RecordError, StaleSnapshotError
 from gym_capture.reasons import CaptureMark, UnresolvedReason, join_reason
 
+__all__ = ["GymLineage", "GymSink", "GymSource"]
+
 _SAME: Final = ("rollout_id", "model_call_id", "model", "created_at", "prefix_requested", "prefix_supplied")
 """Fields that mean the same here and there."""
 _FOUND_BY: Final = (

@@ -21,6 +21,8 @@ from trainer_bridge.trl_worker import GroupWorker
 from trainer_bridge.weight_client import WeightClient
 from trainer_bridge.weight_sync import WeightSync
 
+__all__ = ["GraphWeights"]
+
 
 class GraphWeights:
     """TRL's `WeightTransferProtocol`, for one graph and one trainer."""

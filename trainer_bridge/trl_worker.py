@@ -28,7 +28,7 @@ from trainer_bridge.samples import Delivery
 from trainer_bridge.stream import TrainRollout
 from trainer_bridge.trl_rollouts import project, with_arrays
 
-__all__ = ["GroupWorker", "StreamOverError"]
+__all__ = ["GroupWorker", "HandedOver", "StreamOverError"]
 
 _POLL_S: Final = 0.1
 

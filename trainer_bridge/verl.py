@@ -22,7 +22,7 @@ from trainer_bridge.lines import LinesExporter
 from trainer_bridge.samples import Delivery, Sample, session_numbers
 from trainer_bridge.stream import TrainRollout
 
-__all__ = ["EXPORTER", "FILE", "project"]
+__all__ = ["EXPORTER", "FILE", "group_uid", "project", "prompt_tag"]
 
 FILE: Final = "agent_loop_outputs.jsonl"
 _UIDS: Final = uuid.UUID("6f6f3f4e-4b1c-4d0e-9a53-5d3f0a8f6d11")

@@ -19,6 +19,8 @@ from gym_capture.errors import ConfigError
 from trainer_bridge.weight_client import Pushed, WeightClient
 from trainer_bridge.weight_sync import Weights, WeightSync
 
+__all__ = ["WeightPushes"]
+
 
 class WeightPushes:
     """Every so many steps the weights, as the next version."""

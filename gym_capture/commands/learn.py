@@ -22,7 +22,7 @@ from gym_capture.commands.demo import show_checks
 from gym_capture.errors import ConfigError
 
 CONFIG: Final = OF_DEMO.with_name("cpu_learning.yaml")
-JOB: Final = CONFIG.parent / "jobs" / "learning.yaml"
+JOB: Final = CONFIG.with_name("learning.yaml")
 _TRAINING: Final = (
     *("--rollouts-per-step", "32", "--ahead", "2", "--lr", "2e-4", "--layout", "tree"),
     *("--tokens-per-micro-batch", "1536", "--checkpoint-every", "1000", "--retire"),

@@ -33,6 +33,8 @@ from gym_capture.errors import ConfigError, GymCaptureError, RecordError
 from gym_capture.regular_files import open_regular
 from gym_capture.rollout_ids import check_rollout_id
 
+__all__ = ["Annotation", "Annotator"]
+
 FILE: Final = "_annotations.jsonl"
 """Readers of Parquet folders pass over names that begin like this."""
 MAX_FILE_BYTES: Final = 1 << 30

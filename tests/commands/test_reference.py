@@ -16,6 +16,7 @@ WITHOUT_JSON = {
     ("rollouts", "logs"),  # what a job has said
     ("token",),  # one token is printed alone, to be put into a variable
     ("model",),  # as is a path
+    ("learn",),  # OUT/metrics.json
     ("train",),  # OUT/metrics.jsonl
     ("ui",),  # it serves
 }

@@ -13,7 +13,6 @@ from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.inspector.browser import WINDOW, chromium
 
-pytest.importorskip("gym_capture.inspector.app")
 
 from tests.inspector.world import conversation, record, write_world
 

@@ -111,7 +111,9 @@ class ToolLoop(RepeatableHarness):
     async def _complete(
         self, client: openai.AsyncOpenAI, messages: list[dict[str, Any]], observation: Observation, tool_choice: str
     ) -> ChatCompletion | openai.OpenAIError:
-        tools = {"tools": observation.tools, "tool_choice": tool_choice, "parallel_tool_calls": False}
+        tools: dict[str, Any] = {"tools": observation.tools, "tool_choice": tool_choice}
+        if tool_choice == "required":  # elsewhere it would bring a grammar that a trainer does not apply
+            tools["parallel_tool_calls"] = False
         request: dict[str, Any] = {
             "model": self._options.model,
             "messages": messages,
