@@ -12,8 +12,6 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from playwright.sync_api import Page, expect, sync_playwright
 
 from tests.inspector.browser import WINDOW, chromium
-
-
 from tests.inspector.world import conversation, record, write_world
 
 
