@@ -44,6 +44,8 @@ _LAYERS: Final = 4
 _HEADS: Final = 4
 _BATCH: Final = 16
 _LR: Final = 3e-3
+_SLOWER_BY: Final = 380
+"""Batches over which the learning rate falls, to a third."""
 _LEARNT: Final = 0.035
 """Mean loss of the last batches at which it has learnt where to look; how a call is spelt, nobody can know: 0.024."""
 _MOST_STEPS: Final = 1_500
@@ -206,7 +208,8 @@ def _teach(
 
     right, sometimes = lessons
     while len(losses) < _MOST_STEPS and not _mean_of_last(losses) < _LEARNT:
-        step(right, _LR * min(1.0, (len(losses) + 1) / _WARM_UP))
+        made = len(losses)
+        step(right, _LR * min(1.0, (made + 1) / _WARM_UP, max(1.0 - made / _SLOWER_BY, 1 / 3)))
     for number in range(_LAST_STEPS):
         step(sometimes, _LR / 3 * (1.0 - number / _LAST_STEPS))
 
