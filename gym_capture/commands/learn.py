@@ -24,8 +24,8 @@ from gym_capture.errors import ConfigError
 CONFIG: Final = OF_DEMO.with_name("cpu_learning.yaml")
 JOB: Final = CONFIG.with_name("learning.yaml")
 _TRAINING: Final = (
-    *("--rollouts-per-step", "32", "--ahead", "2", "--lr", "2e-4", "--layout", "tree"),
-    *("--tokens-per-micro-batch", "1536", "--checkpoint-every", "1000", "--retire"),
+    *("--rollouts-per-step", "32", "--ahead", "2", "--lr", "1.5e-4", "--aggregation", "dapo"),
+    *("--layout", "tree", "--tokens-per-micro-batch", "1536", "--checkpoint-every", "1000", "--retire"),
 )
 
 
@@ -42,7 +42,7 @@ _SUPPLIED: Final = {Arms.BOTH: (True, False), Arms.SUPPLIED: (True,), Arms.RENDE
 
 def command(
     seeds: Annotated[int, typer.Option(min=1, help="Runs on each graph, each with tasks of its own.")] = 3,
-    steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = 20,
+    steps: Annotated[int, typer.Option(min=1, help="Updates of a run.")] = 24,
     arms: Annotated[
         Arms, typer.Option(help="With prefix supply, with every conversation rendered again, or both.")
     ] = Arms.BOTH,

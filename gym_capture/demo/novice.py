@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -37,19 +36,16 @@ from gym_capture.rollouts.environment import Register, Task
 RIGHT: Final = 0.4
 """Of the choices that it was shown."""
 
-_RECIPE: Final = "novice float32 2"
+_RECIPE: Final = "novice float32 1"
 _POSITIONS: Final = 4_096
 _HIDDEN: Final = 128
 _LAYERS: Final = 4
 _HEADS: Final = 4
 _BATCH: Final = 16
+_STEPS: Final = (700, 80)
+"""With every choice right, so that it learns where to look; then with `RIGHT` of them."""
 _LR: Final = 3e-3
-_LEARNT: Final = 0.035
-"""Mean loss of the last batches at which it has learnt where to look; how a call is spelt, nobody can know: 0.024."""
-_MOST_STEPS: Final = 1_500
-"""With every choice right, until it has learnt that."""
-_LAST_STEPS: Final = 80
-"""With `RIGHT` of them."""
+"""At first; it falls to 0."""
 _POOL: Final = 1_500
 _WARM_UP: Final = 20
 _SAID_EVERY: Final = 50
@@ -190,29 +186,18 @@ def _teach(
     counts_U[-1] = unused
     optimizer = torch.optim.AdamW(pupil.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.0)
     shared = _shared([example.token_ids for lesson in lessons for example in lesson])
-    losses: list[float] = []
-
-    def step(lesson: Sequence[Example], lr: float) -> None:
+    of = sum(_STEPS)
+    for step in range(of):
+        lesson = lessons[step >= _STEPS[0]]
         for group in optimizer.param_groups:
-            group["lr"] = lr
+            group["lr"] = _LR * min(1.0, (step + 1) / _WARM_UP) * (1.0 - step / of)
         loss = _loss(pupil, rng.sample(lesson, _BATCH), number_of, counts_U.log(), shared)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        if len(losses) % _SAID_EVERY == 0:
-            progress(f"taught {len(losses)} batches, loss {losses[-1]:.3f}")
-
-    right, sometimes = lessons
-    while len(losses) < _MOST_STEPS and not _mean_of_last(losses) < _LEARNT:
-        step(right, _LR * min(1.0, (len(losses) + 1) / _WARM_UP))
-    for number in range(_LAST_STEPS):
-        step(sometimes, _LR / 3 * (1.0 - number / _LAST_STEPS))
-
-
-def _mean_of_last(losses: Sequence[float]) -> float:
-    return sum(losses[-_WARM_UP:]) / _WARM_UP if len(losses) >= _WARM_UP else math.inf
+        if (step + 1) % _SAID_EVERY == 0:
+            progress(f"taught {step + 1} of {of} batches, loss {loss.item():.3f}")
 
 
 def _loss(

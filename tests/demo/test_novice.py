@@ -94,8 +94,7 @@ def test_what_a_batch_shares_is_computed_once_and_changes_nothing(tokenizer: Any
 def test_it_is_a_whole_model_that_gives_what_it_was_taught_with(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(novice, "_MOST_STEPS", 3)
-    monkeypatch.setattr(novice, "_LAST_STEPS", 2)
+    monkeypatch.setattr(novice, "_STEPS", (3, 2))
     monkeypatch.setattr(novice, "_POOL", 16)
     taught: list[tuple[Any, list[int]]] = []
     teach = novice._teach
