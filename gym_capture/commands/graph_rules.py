@@ -20,7 +20,7 @@ from ray.serve.schema import RayActorOptionsSchema
 
 from gym_capture.auth import Keyring
 from gym_capture.commands.config_findings import Findings, Location, dotted, nearest, unknown, unknown_keys
-from gym_capture.commands.model import SmallModel
+from gym_capture.commands.model import SERVED
 from gym_capture.errors import ConfigError
 from gym_capture.serving.config import GraphArgs, Object
 
@@ -102,8 +102,8 @@ def _too_few_gpus(args: Mapping[str, Any], at: Location) -> Iterator[str]:
 
 def _not_here(args: Mapping[str, Any], at: Location) -> Iterator[str]:
     model, secret_file = args.get("model"), args.get("secret_file")
-    if isinstance(model, str) and model not in list(SmallModel) and not Path(model).expanduser().is_dir():
-        yield f"{dotted((*at, 'model'))}: {model!r} is no folder of this machine, nor one of {', '.join(SmallModel)}"
+    if isinstance(model, str) and model not in SERVED and not Path(model).expanduser().is_dir():
+        yield f"{dotted((*at, 'model'))}: {model!r} is no folder of this machine, nor one of {', '.join(SERVED)}"
     if isinstance(secret_file, str):
         try:
             Keyring.from_file(Path(secret_file))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -15,6 +15,10 @@ class SmallModel(StrEnum):
     SMOLLM2 = "smollm2"
     TINY = "tiny"
     NOVICE = "novice"
+
+
+SERVED: Final = (SmallModel.SMOLLM2, SmallModel.TINY)
+"""Those that a Serve config may name; of any other, it takes the folder."""
 
 
 def command(

@@ -125,12 +125,16 @@ class _Arm:
 
 def _watch(child: Child, metrics: Path, phase: Phase, steps: int) -> None:
     """Follows a run to its end. Raises `ConfigError` with the end of what it wrote if it failed."""
-    while (status := child.ended()) is None:
-        lines = metrics.read_text(encoding="utf-8").splitlines() if metrics.exists() else []
+    while True:
+        status = child.ended()  # before the look at its lines: the last of them is seen, too
+        text = metrics.read_text(encoding="utf-8") if metrics.exists() else ""
+        lines = text[: text.rfind("\n") + 1].splitlines()
         phase.count(len(lines), steps)
-        if lines and lines[-1].endswith("}"):
+        if lines:
             last = json.loads(lines[-1])
             phase.note(f"step {last['step']} of {steps}, mean reward {last['mean_reward'] or 0.0:.2f}")
+        if status is not None:
+            break
         time.sleep(_POLL_S)
     if status != 0:
         raise ConfigError(f"gym-capture train ended with {status}; the end of {child.log}:\n{child.log_tail()}")

@@ -143,7 +143,7 @@ _ROWS: Final[tuple[tuple[str, Callable[[Run], str]], ...]] = (
     (f"mean reward, last {ENDS} updates", lambda run: f"{run.last:.3f}"),
     (
         "contiguous / eligible links",
-        lambda run: f"{run.recorded('contiguous_links')} / {run.recorded('eligible_links')}",
+        lambda run: f"{run.recorded('contiguous_links')}/{run.recorded('eligible_links')}",
     ),
     ("tokens generated, a rollout", lambda run: f"{run.generated_per_rollout:.1f}"),
     ("tokens trained, a rollout", lambda run: f"{run.trained_per_rollout:.1f}"),
@@ -158,21 +158,27 @@ _ROWS: Final[tuple[tuple[str, Callable[[Run], str]], ...]] = (
 
 
 def table(runs: Sequence[Run]) -> Table:
-    """The runs side by side."""
+    """The arms side by side, with the figures of their seeds in a row."""
     shown = Table(title="GRPO on a served graph", title_style="bold")
-    shown.add_column("")
-    for run in runs:
-        shown.add_column(f"{_arm(run.supplied)}, seed {run.seed}", justify="right")
-    for label, cell in _ROWS:
-        shown.add_row(label, *(cell(run) for run in runs))
+    head, *rows = _side_by_side(runs)
+    for name in head:
+        shown.add_column(name, justify="right" if name else "left")
+    for row in rows:
+        shown.add_row(*row)
     return shown
 
 
 def to_markdown(runs: Sequence[Run]) -> str:
     """The same table for documents."""
-    head = ["", *(f"{_arm(run.supplied)}, seed {run.seed}" for run in runs)]
-    lines = [head, ["---", *("---:" for _ in runs)], *([label, *map(cell, runs)] for label, cell in _ROWS)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    head, *rows = _side_by_side(runs)
+    return "".join(f"| {' | '.join(row)} |\n" for row in (head, ["---"] * len(head), *rows))
+
+
+def _side_by_side(runs: Sequence[Run]) -> list[list[str]]:
+    arms = [[run for run in runs if run.supplied == supplied] for supplied in (True, False)]
+    arms = [some for some in arms if some]
+    head = [f"{_arm(some[0].supplied)}: seeds {', '.join(str(run.seed) for run in some)}" for some in arms]
+    return [["", *head], *([label, *(", ".join(map(cell, some)) for some in arms)] for label, cell in _ROWS)]
 
 
 def to_json(runs: Sequence[Run], found: Sequence[Check]) -> str:

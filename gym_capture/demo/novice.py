@@ -68,8 +68,8 @@ def novice_dir(cache: Path | None = None, *, progress: Progress = quiet) -> Path
 class Example:
     """A conversation as the policy is shown it."""
 
-    token_ids: Sequence[int]
-    said: Sequence[int]
+    token_ids: list[int]
+    said: list[int]
     """Places of the ids that the policy says: what it learns."""
 
 
@@ -192,7 +192,7 @@ def _teach(
         for group in optimizer.param_groups:
             group["lr"] = _LR * min(1.0, (step + 1) / _WARM_UP) * (1.0 - step / of)
         loss = _loss(pupil, rng.sample(lesson, _BATCH), number_of, counts_U.log(), shared)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -217,7 +217,7 @@ def _loss(
     return torch.nn.functional.cross_entropy(logits_N_U, ids_B_T[row_N, place_N])
 
 
-def _shared(rows: Sequence[Sequence[int]]) -> int:
+def _shared(rows: Sequence[list[int]]) -> int:
     """How many ids all of them begin with."""
     first, last = min(rows), max(rows)
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
