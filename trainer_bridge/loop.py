@@ -220,10 +220,17 @@ class Trainer:
         finally:
             file.write(json.dumps(line(self.progress, metrics, more), allow_nan=False) + "\n")
             file.flush()
+            self._keep_state_of_pushes()
         if self._pushes is not None:
-            self._pushes.push(self.progress.step, self.grpo.model.state_dict())
-            self.progress = replace(self.progress, weights=self._pushes.state)
+            try:
+                self._pushes.push(self.progress.step, self.grpo.model.state_dict())
+            finally:
+                self._keep_state_of_pushes()
         hooks.on_step(self.progress, metrics)
+
+    def _keep_state_of_pushes(self) -> None:
+        if self._pushes is not None:
+            self.progress = replace(self.progress, weights=self._pushes.state)
 
     def _finish_pushes(self) -> None:
         """Waits for the last one. A run that is told to stop pushes it when it goes on."""

@@ -238,7 +238,7 @@ def command(
     if push is not None:
         options.check_weights(push, token)
     again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     with (
         _scraped(out, metrics_host, metrics_port),
         options.progress_bar() as bar,
@@ -257,7 +257,9 @@ def command(
             opens.callback(pushes.close)
         trainer = Trainer(grpo, out, loop, tokenizer_from=model, pushes=pushes)
         if annotate is not None:
-            grpo.on_tokens = StepAnnotator(annotate, lambda: trainer.progress.step + 1, warn=bar.console.print)
+            grpo.on_tokens = StepAnnotator(
+                annotate, lambda: trainer.progress.step + 1, warn=lambda text: bar.console.print(escape(text))
+            )
         if trainer.resume():
             bar.console.print(f"going on behind step {trainer.progress.step}")
         if pushes is not None and (steps is None or trainer.progress.step < steps):

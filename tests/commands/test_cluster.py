@@ -84,6 +84,13 @@ def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     check_reachable("ray://nowhere:1")
 
 
+@pytest.mark.parametrize("address", ["127.0.0.1:head", "127.0.0.1:99999"])
+def test_an_address_with_a_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConnectionError, match=f"{address} is no address: Port"):
+        check_reachable(address)
+
+
 def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped, or hangs: Ray would wait for it where no signal ends it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
