@@ -185,14 +185,14 @@ def _teach(
     counts_U = torch.ones(len(used) + 1)
     counts_U[-1] = unused
     optimizer = torch.optim.AdamW(pupil.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    shared = _shared([example.token_ids for lesson in lessons for example in lesson])
+    shared = _shared([list(example.token_ids) for lesson in lessons for example in lesson])
     of = sum(_STEPS)
     for step in range(of):
         lesson = lessons[step >= _STEPS[0]]
         for group in optimizer.param_groups:
             group["lr"] = _LR * min(1.0, (step + 1) / _WARM_UP) * (1.0 - step / of)
         loss = _loss(pupil, rng.sample(lesson, _BATCH), number_of, counts_U.log(), shared)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(pupil.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -217,7 +217,7 @@ def _loss(
     return torch.nn.functional.cross_entropy(logits_N_U, ids_B_T[row_N, place_N])
 
 
-def _shared(rows: Sequence[Sequence[int]]) -> int:
+def _shared(rows: Sequence[list[int]]) -> int:
     """How many ids all of them begin with."""
     first, last = min(rows), max(rows)
     return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))

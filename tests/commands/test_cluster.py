@@ -84,11 +84,11 @@ def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     check_reachable("ray://nowhere:1")
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:head", "127.0.0.1:99999"])
-def test_an_address_with_a_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+@pytest.mark.parametrize("port", ["head", "99999"])
+def test_a_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with pytest.raises(ConnectionError, match=f"{address} is no address: Port"):
-        check_reachable(address)
+    with pytest.raises(ConnectionError, match=f":{port} is no address: Port"):
+        check_reachable(f"127.0.0.1:{port}")
 
 
 def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
