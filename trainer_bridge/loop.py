@@ -94,8 +94,8 @@ class Trainer:
     def resume(self) -> bool:
         """Goes on from the newest checkpoint of the run, if there is one: weights, optimizer, random state, steps.
 
-        Lines of metrics behind it are of steps that are to be made again, and go. Raises `ConfigError` for a checkpoint
-        of another model, or a run that has metrics of steps and no checkpoint.
+        Lines of metrics behind it, all of them if there is none, are of steps that are to be made again, and go. Raises
+        `ConfigError` for a checkpoint of another model, or metrics that are something else.
         """
         found = checkpoints.latest(self._folder / CHECKPOINTS)
         if found is not None:
@@ -286,8 +286,10 @@ class Trainer:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         try:
             return [text for text in lines if text.endswith("\n") and "step" in json.loads(text)]
-        except ValueError as error:
-            raise ConfigError(f"{path} has a line that is no JSON, so it is of something else: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{path} has a line that is no JSON object, so it is of something else: {error}"
+            ) from None
 
 
 @dataclass(slots=True)

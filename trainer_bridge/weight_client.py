@@ -28,7 +28,7 @@ from gym_capture.errors import (
 )
 from gym_capture.weights import PauseMode, Payload
 
-__all__ = ["Pushed", "WeightClient", "version_of"]
+__all__ = ["Pushed", "WeightClient"]
 
 _TRY_AGAIN_S: Final = 1.0
 _RETRYABLE: Final = (502, 503, 504)

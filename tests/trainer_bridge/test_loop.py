@@ -278,9 +278,10 @@ def test_a_cut_line_of_metrics_is_left_out_and_other_files_are_refused(tmp_path:
     path.write_text(path.read_text() + '{"step": 3, "lo')
     trainer(tmp_path).resume()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    path.write_text("no json\n")
-    with pytest.raises(ConfigError, match="of something else"):
-        trainer(tmp_path).resume()
+    for other in ("no json\n", "7\n"):
+        path.write_text(other)
+        with pytest.raises(ConfigError, match="of something else"):
+            trainer(tmp_path).resume()
 
 
 def test_plots_need_something_to_draw(tmp_path: Path) -> None:
