@@ -188,6 +188,10 @@ def command(
         pushes=push is not None,
     )
     asked.check()
+    if weights_folder is not None and push is None:
+        raise ConfigError("--weights-folder is for weights that this run pushes: say --push, and where to")
+    if reference is not None and not kl:
+        raise ConfigError("--reference is for the divergence from it: say --kl, and how much it counts")
     options.check_temperature(temperature)
     for folder in (model, *([] if reference is None else [reference])):
         options.check_model(folder)

@@ -434,9 +434,10 @@ def test_learn_says_before_it_runs_anything_what_it_cannot_do(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tmp_path / "serve.yaml"
-    config.write_text("applications: [")
-    status, said = run("learn", "--config", config, "--out", "out")
-    assert (status, said.startswith(f"{config} cannot be read: ")) == (2, True)
+    for text, message in (("applications: [", "cannot be read: "), ("{}", "is no Serve config: it has no")):
+        config.write_text(text)
+        status, said = run("learn", "--config", config, "--out", "out")
+        assert (status, said.startswith(f"{config} {message}")) == (2, True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     status, said = run("learn", "--out", "out")
     assert (status, "pip install 'gym-capture[plots]'" in said) == (2, True)
