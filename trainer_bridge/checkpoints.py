@@ -60,13 +60,13 @@ def write(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=directory))
         try:
             _fill(partial, trainer, progress, tokenizer_from)
             folder = directory / f"step-{progress.step:08d}"
             if folder.exists():  # of a run that was resumed from an earlier one
-                shutil.rmtree(folder)
+                _remove(folder)
             partial.rename(folder)
             sync_directory(directory)
         except BaseException:
@@ -78,8 +78,13 @@ def write(
             f"the checkpoint of step {progress.step} cannot be written to {directory}: {reason}"
         ) from error
     for old in _all(directory)[:-keep]:
-        shutil.rmtree(old)
+        _remove(old)
     return folder
+
+
+def _remove(folder: Path) -> None:
+    """Half of it, if this is killed, has no checkpoint's name; what cannot be removed, the next write tries again."""
+    shutil.rmtree(folder.rename(folder.with_name(f"{_PARTIAL}{folder.name}")), ignore_errors=True)
 
 
 def latest(directory: Path) -> Path | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Final, Literal, Protocol, Self, TypeVar, overload
@@ -282,7 +282,8 @@ class AsyncGroupStream:
         for group in groups:
             self._handed_out.pop(group.group_id, None)
             if group.snapshots:
-                self._to_retire[group.group_id] = replace(group, table=group.table.slice(0, 0))
+                # Not a slice, which would keep all of its ids in memory until the next checkpoint.
+                self._to_retire[group.group_id] = replace(group, table=group.table.schema.empty_table())
         self._position = Position(self._position.settled | {group.group_id for group in groups})
 
     async def _build(self) -> None:
@@ -383,8 +384,9 @@ class GroupStream:
         return self._run(self._stream.acknowledge(position))
 
     def end(self) -> None:
-        """As `AsyncGroupStream.end`. For any thread, and handlers of signals."""
-        self._loop.call_soon_threadsafe(self._stream.end)
+        """As `AsyncGroupStream.end`; of a stream that is closed, nothing. For any thread, and handlers of signals."""
+        with suppress(RuntimeError):  # so asyncio says that the loop is closed, which may happen at any moment
+            self._loop.call_soon_threadsafe(self._stream.end)
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
         if not self._thread.is_alive():

@@ -94,8 +94,8 @@ class Trainer:
     def resume(self) -> bool:
         """Goes on from the newest checkpoint of the run, if there is one: weights, optimizer, random state, steps.
 
-        Lines of metrics behind it are of steps that are to be made again, and go. Raises `ConfigError` for a checkpoint
-        of another model, or a run that has metrics of steps and no checkpoint.
+        Lines of metrics behind it, all of them if there is none, are of steps that are to be made again, and go. Raises
+        `ConfigError` for a checkpoint of another model, or metrics that are something else.
         """
         found = checkpoints.latest(self._folder / CHECKPOINTS)
         if found is not None:
@@ -220,10 +220,17 @@ class Trainer:
         finally:
             file.write(json.dumps(line(self.progress, metrics, more), allow_nan=False) + "\n")
             file.flush()
+            self._keep_state_of_pushes()
         if self._pushes is not None:
-            self._pushes.push(self.progress.step, self.grpo.model.state_dict())
-            self.progress = replace(self.progress, weights=self._pushes.state)
+            try:
+                self._pushes.push(self.progress.step, self.grpo.model.state_dict())
+            finally:
+                self._keep_state_of_pushes()
         hooks.on_step(self.progress, metrics)
+
+    def _keep_state_of_pushes(self) -> None:
+        if self._pushes is not None:
+            self.progress = replace(self.progress, weights=self._pushes.state)
 
     def _finish_pushes(self) -> None:
         """Waits for the last one. A run that is told to stop pushes it when it goes on."""
@@ -279,8 +286,10 @@ class Trainer:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         try:
             return [text for text in lines if text.endswith("\n") and "step" in json.loads(text)]
-        except ValueError as error:
-            raise ConfigError(f"{path} has a line that is no JSON, so it is of something else: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{path} has a line that is no JSON object, so it is of something else: {error}"
+            ) from None
 
 
 @dataclass(slots=True)

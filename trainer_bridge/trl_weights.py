@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from trainer_bridge.trl_worker import GroupWorker
-from trainer_bridge.weight_client import WeightClient
+from trainer_bridge.weight_client import WeightClient, version_of
 from trainer_bridge.weight_sync import WeightSync
 
 __all__ = ["GraphWeights"]
@@ -37,8 +37,8 @@ class GraphWeights:
         self._worker = worker
 
     def init_weight_transfer(self) -> None:
-        """Raises what `WeightClient.info` raises."""
-        served = int(self._client.info()["weight_version"])
+        """Raises what `WeightClient.info` and `version_of` raise."""
+        served = version_of(self._client.info())
         self._worker.versions_before = served - self._worker.model_version
 
     def send_weights(self, iterator: Iterable[tuple[str, torch.Tensor]]) -> None:

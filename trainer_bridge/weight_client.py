@@ -109,6 +109,8 @@ class WeightClient:
                     raise
                 if self._serves(payload):
                     outcome = {}
+                    if mode != "keep":  # it may be the answer to this that was lost, or the question
+                        self._asked("POST", "/resume")
                 elif time.monotonic() - began > self._patience_s or self._given_up.wait(_TRY_AGAIN_S):
                     raise
                 else:
@@ -179,10 +181,23 @@ class WeightClient:
             response = self._http.request(method, path, json=body)
         except httpx.TransportError as error:
             raise WeightsFailedError(f"{self._http.base_url} does not answer: {error!r}", retryable=True) from error
-        if response.status_code == 200:
-            answer: Mapping[str, Any] = response.json()
-            return answer
-        raise _error(response)
+        if response.status_code != 200:
+            raise _error(response)
+        try:
+            answer = response.json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise WeightsFailedError(f"what answers at {response.url} is no graph: {response.text[:200]!r}")
+        return answer
+
+
+def version_of(info: Mapping[str, Any]) -> int:
+    """The version that `WeightClient.info` says. Raises `WeightsFailedError` if the graph does not know it yet."""
+    version = info["weight_version"]
+    if version is None:
+        raise WeightsFailedError("the graph does not know yet which weights it serves: try again", retryable=True)
+    return int(version)
 
 
 def _error(response: httpx.Response) -> Exception:

@@ -5,7 +5,7 @@ of it (`state`) says which folder belongs to its weights, so a run that is start
 serves exactly that, and its own weights if it serves anything else: what a life that was killed had pushed behind its
 last checkpoint is none of this one's.
 
-Flow: `begin` -> each step: `finished`, which waits for the push before -> `push` -> in the end `finished`.
+Flow: `begin` -> each step: `finished`, which waits for the push before -> `push` -> in the end `finished`, `close`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from gym_capture.errors import ConfigError
-from trainer_bridge.weight_client import Pushed, WeightClient
+from gym_capture.errors import ConfigError, GymCaptureError
+from trainer_bridge.weight_client import Pushed, WeightClient, version_of
 from trainer_bridge.weight_sync import Weights, WeightSync
 
 __all__ = ["WeightPushes"]
@@ -43,7 +43,7 @@ class WeightPushes:
         of a run, whose weights are those of the model folder: version 0. `again`: an earlier life of the run may have
         left an update behind, which is given up. Returns None if they are served already. Raises `WeightsError`."""
         served = self._client.info()
-        number = int(served["weight_version"])
+        number = version_of(served)
         own = number == 0 if state is None else (number, served["folder"]) == (state["version"], state["folder"])
         if own and not served["is_updating"]:
             self.version, self.state = number, state
@@ -61,19 +61,29 @@ class WeightPushes:
     def finished(self) -> Pushed | None:
         """Waits for the push under way; None: there was none. Raises `WeightsError` if it failed, once."""
         waiting, self._under_way = self._under_way, None
-        return None if waiting is None else waiting.result()
+        try:
+            return None if waiting is None else waiting.result()
+        except GymCaptureError:
+            self.state = self._none_that_is_served()
+            raise
 
     def give_up(self) -> None:
         """Tries nothing again from now on. May be called by a signal's handler, and by another thread."""
         self._client.give_up()
 
     def close(self) -> None:
-        """Waits for what is on its way."""
+        """Waits for what is on its way, which is not tried again."""
+        self.give_up()
         self._sync.close()
 
     def _push(self, weights: Weights, *, takeover: bool = False) -> None:
         assert self.version is not None, "`begin` comes first"
         version = self.version + 1
+        self.state = self._none_that_is_served()
         payload, pushing = self._sync.begin_push(version, weights, takeover=takeover)
         self.version, self._under_way = version, pushing
         self.state = {"version": version, "folder": payload.folder}
+
+    def _none_that_is_served(self) -> Mapping[str, Any]:
+        """Of weights that are in no folder: whoever goes on with them pushes them."""
+        return {"version": self.version, "folder": ""}

@@ -128,7 +128,17 @@ class WeightSync:
             return  # the push went through, which is what counts; the next one clears
         for folder in folders[: -self._keep]:
             if str(folder) != served:
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    """Half of it, if this is killed, is hidden. Where it cannot be removed, the next push tries again."""
+    hidden = folder.with_name(_HIDDEN + folder.name)
+    try:
+        folder.rename(hidden)
+    except OSError:
+        return
+    shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _sealed(folder: Path, version: int) -> Payload:

@@ -33,7 +33,11 @@ def check_reachable(address: str | None) -> None:
         return
     there = urlsplit(f"//{where}")
     try:
-        with socket.create_connection((there.hostname, there.port), timeout=_ANSWERS_WITHIN_S) as connection:
+        port = there.port
+    except ValueError as error:
+        raise ConnectionError(f"{where} is no address: {error}") from None
+    try:
+        with socket.create_connection((there.hostname, port), timeout=_ANSWERS_WITHIN_S) as connection:
             if not _is_encrypted():
                 _greet(connection)
     except OSError as error:

@@ -9,16 +9,17 @@ Flow: teach the model its format, once -> `demo.learning` -> table, picture, che
 from __future__ import annotations
 
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-import yaml
 from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.commands.demo import CONFIG as OF_DEMO
 from gym_capture.commands.demo import show_checks
+from gym_capture.commands.serve import read_config
 from gym_capture.errors import ConfigError
 
 CONFIG: Final = OF_DEMO.with_name("cpu_learning.yaml")
@@ -72,6 +73,8 @@ def command(
     """
     if out.exists() and any(out.iterdir()):
         raise ConfigError(f"--out {out}: is not empty; remove it, or name another one")
+    import_module("matplotlib")  # of `draw`: that it is missing is said now, not when all runs are over
+    served = read_config(config)
     from gym_capture.demo.learning import LearnOptions, learn
     from gym_capture.demo.learning_report import checks, draw, table, to_json, to_markdown
     from gym_capture.demo.novice import novice_dir
@@ -89,7 +92,7 @@ def command(
             folder = novice_dir(progress=preparing.note) if model == "novice" else model_folder(model)
         options = LearnOptions(
             model=folder,
-            config=yaml.safe_load(config.read_text(encoding="utf-8")),
+            config=served,
             job=job.resolve(),
             directory=out,
             seeds=range(seeds),

@@ -147,9 +147,11 @@ def read_config(file: Path) -> dict[str, Any]:
         data = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{file} is no Serve config: it has no `applications`")
-    return data
+    match data:
+        case {"applications": [dict(), *_]}:
+            found: dict[str, Any] = data
+            return found
+    raise ConfigError(f"{file} is no Serve config: it has no `applications`")
 
 
 def _graph_args(served: dict[str, Any], file: Path | None) -> dict[str, Any]:

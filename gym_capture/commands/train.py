@@ -188,6 +188,10 @@ def command(
         pushes=push is not None,
     )
     asked.check()
+    if weights_folder is not None and push is None:
+        raise ConfigError("--weights-folder is for weights that this run pushes: say --push, and where to")
+    if reference is not None and not kl:
+        raise ConfigError("--reference is for the divergence from it: say --kl, and how much it counts")
     options.check_temperature(temperature)
     for folder in (model, *([] if reference is None else [reference])):
         options.check_model(folder)
@@ -238,7 +242,7 @@ def command(
     if push is not None:
         options.check_weights(push, token)
     again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
-    console = Console(soft_wrap=True, highlight=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
     with (
         _scraped(out, metrics_host, metrics_port),
         options.progress_bar() as bar,
@@ -257,7 +261,9 @@ def command(
             opens.callback(pushes.close)
         trainer = Trainer(grpo, out, loop, tokenizer_from=model, pushes=pushes)
         if annotate is not None:
-            grpo.on_tokens = StepAnnotator(annotate, lambda: trainer.progress.step + 1, warn=bar.console.print)
+            grpo.on_tokens = StepAnnotator(
+                annotate, lambda: trainer.progress.step + 1, warn=lambda text: bar.console.print(escape(text))
+            )
         if trainer.resume():
             bar.console.print(f"going on behind step {trainer.progress.step}")
         if pushes is not None and (steps is None or trainer.progress.step < steps):

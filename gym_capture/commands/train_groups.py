@@ -3,7 +3,7 @@
 Invariant: a run goes on with the source that it was begun with. A stream's position is in the run's checkpoints, so no
 group is trained twice and none is lost, however the run ends.
 
-Flow: `source_of` what a person asked for -> `StreamedRun`, or epochs over files.
+Flow: `Asked`, what a person says -> a stream (`opened`), or epochs over files (`epochs_of`).
 """
 
 from __future__ import annotations

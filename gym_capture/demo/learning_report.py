@@ -80,11 +80,6 @@ class Run:
     def trained_per_rollout(self) -> float:
         return self.total("trained_tokens") / max(1, self.total("rollouts"))
 
-    @property
-    def trained_fraction(self) -> float:
-        """Of the tokens that a rollout generates, those that are trained."""
-        return self.trained_per_rollout / self.generated_per_rollout if self.generated_per_rollout else 0.0
-
 
 def read_run(folder: Path, *, supplied: bool, seed: int, seconds: float) -> Run:
     """The run in `folder`, which has the trainer's `run` and the `job` that it played."""
@@ -205,7 +200,7 @@ def to_json(runs: Sequence[Run], found: Sequence[Check]) -> str:
 _PANELS: Final[tuple[tuple[str, Callable[[Run], Sequence[float | None]]], ...]] = (
     ("mean reward of an update's rollouts", lambda run: run.rewards),
     ("tokens trained in an update", lambda run: [step["trained_tokens"] for step in run.steps]),
-    ("token_mult_prob_error", lambda run: [step["token_mult_prob_error"] for step in run.steps]),
+    ("token_mult_prob_error", lambda run: [step.get("token_mult_prob_error") for step in run.steps]),
 )
 
 

@@ -185,7 +185,7 @@ def _teach(
     counts_U = torch.ones(len(used) + 1)
     counts_U[-1] = unused
     optimizer = torch.optim.AdamW(pupil.parameters(), lr=_LR, betas=(0.9, 0.98), weight_decay=0.0)
-    shared = _shared([example.token_ids for lesson in lessons for example in lesson])
+    shared = _shared([list(example.token_ids) for lesson in lessons for example in lesson])
     of = sum(_STEPS)
     for step in range(of):
         lesson = lessons[step >= _STEPS[0]]

@@ -88,6 +88,11 @@ class WeightAgent:
 
     def check_health(self) -> None:
         """Raises `EngineDeadError` if the replica must be replaced."""
+        following = self._following
+        if following is not None and following.done() and not following.cancelled():
+            error = following.exception()
+            if error is not None:  # whatever it was, the weights would stay as they are from now on
+                self._dismissed = f"this replica cannot follow the coordinator of the weights: {described(error)}"
         if self._dismissed is not None:
             raise EngineDeadError(self._dismissed)
 

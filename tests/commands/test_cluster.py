@@ -84,6 +84,13 @@ def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     check_reachable("ray://nowhere:1")
 
 
+@pytest.mark.parametrize("port", ["head", "99999"])
+def test_a_port_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConnectionError, match=f":{port} is no address: Port"):
+        check_reachable(f"127.0.0.1:{port}")
+
+
 def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped, or hangs: Ray would wait for it where no signal ends it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

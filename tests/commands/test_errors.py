@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -424,3 +425,20 @@ def test_a_job_that_cannot_work_is_refused_before_anything_runs(
 
 def test_a_job_needs_its_directory(run: Run, url: str) -> None:
     assert run("rollouts", "run", "--url", url) == (2, "the job: out: Field required")
+
+
+# --- learn -------------------------------------------------------------------------------------------------------
+
+
+def test_learn_says_before_it_runs_anything_what_it_cannot_do(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "serve.yaml"
+    for text, message in (("applications: [", "cannot be read: "), ("{}", "is no Serve config: it has no")):
+        config.write_text(text)
+        status, said = run("learn", "--config", config, "--out", "out")
+        assert (status, said.startswith(f"{config} {message}")) == (2, True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    status, said = run("learn", "--out", "out")
+    assert (status, "pip install 'gym-capture[plots]'" in said) == (2, True)
+    assert not (tmp_path / "out").exists()

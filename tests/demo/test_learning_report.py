@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ def test_figures_are_those_of_the_lines(tmp_path: Path) -> None:
     assert (run.recorded("eligible_links"), run.total("trained_tokens")) == (4, 1100)
     assert run.mean("paused_s") == pytest.approx(0.2), "an update that has no figure is not counted"
     assert (run.generated_per_rollout, run.trained_per_rollout) == (50.0, 25.0), "of rollouts that are recorded"
-    assert run.trained_fraction == 0.5
     assert "0.300" in to_markdown([run])
     assert table([run]).row_count > 5
 
@@ -76,6 +76,16 @@ def test_without_prefix_supply_nothing_is_promised_of_the_reward(tmp_path: Path)
     run = run_of(tmp_path, [0.3] * 11, supplied=False)
     assert [check.promise for check in checks([run], leftovers=())] == ["nothing is left running"]
     assert not checks([run], leftovers=("raylet",))[0].held
+
+
+def test_an_update_that_trained_on_nothing_is_no_gap_in_the_report(tmp_path: Path) -> None:
+    """Its line has no figures of trainer against engine: the loop leaves them out."""
+    run = run_of(tmp_path, RISING)
+    empty = {key: value for key, value in run.steps[2].items() if not key.startswith(("token_mult", "gen_kl"))}
+    run = replace(run, steps=(*run.steps[:2], empty, *run.steps[3:]))
+    draw([run], tmp_path / "reward.png")
+    assert all(check.held for check in checks([run], leftovers=()))
+    assert "1.0100" in to_markdown([run])
 
 
 def test_both_arms_are_drawn(tmp_path: Path) -> None:

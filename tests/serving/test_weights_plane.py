@@ -19,7 +19,7 @@ from gym_capture.errors import (
     WeightsRefusedError,
 )
 from gym_capture.serving import weights_agent, weights_record
-from gym_capture.serving.weights_messages import Apply, Resume, Version
+from gym_capture.serving.weights_messages import Apply, Numbered, Resume, Version
 from gym_capture.weights import Payload, seal
 from tests.serving.weight_replicas import MODEL, Cluster, cluster_of, eventually
 
@@ -444,3 +444,18 @@ async def test_nobody_makes_an_engine_sample_from_weights_that_are_not_whole(tmp
         report = await replica.agent._obeyed(2, Resume())
         assert isinstance(report.error, WeightsFailedError)
         assert replica.weights.is_paused
+
+
+async def test_a_replica_that_cannot_follow_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an error that nobody expects: what it serves would be old weights, for good."""
+
+    async def odd(*_: object) -> Numbered:
+        raise RuntimeError("the reply cannot be read")
+
+    async with cluster_of(tmp_path, "a") as cluster:
+        agent = cluster.add("b").agent
+        monkeypatch.setattr(cluster.replicas["b"], "exchange", odd)
+        with pytest.raises(EngineDeadError, match=r"cannot follow .*the reply cannot be read"):
+            await agent.start()
+        with pytest.raises(EngineDeadError):
+            agent.check_health()

@@ -204,6 +204,17 @@ def test_records_go_when_a_position_that_has_their_group_is_acknowledged_and_not
         assert stream.counts.retired == 4
 
 
+def test_what_was_trained_is_not_in_memory_until_it_is_acknowledged() -> None:
+    """A checkpoint may be a thousand steps away."""
+    with GroupStream(Listed(group("a"))) as stream:
+        taken = next(stream)
+        stream.trained([taken])
+        (kept,) = stream._stream._to_retire.values()
+        assert kept.snapshots == taken.snapshots
+        nothing = taken.table.schema.empty_table().get_total_buffer_size()
+        assert kept.table.get_total_buffer_size() == nothing < taken.table.get_total_buffer_size()
+
+
 def test_a_group_is_trained_once() -> None:
     with GroupStream(Listed(group("a"))) as stream:
         (taken,) = stream
@@ -404,6 +415,14 @@ def test_a_stream_that_is_ended_lets_go_of_whoever_waits() -> None:
         assert list(stream) == []
         timer.join()
         assert list(stream) == []
+
+
+def test_to_end_a_stream_that_is_closed_is_nothing() -> None:
+    """A signal may come at any moment, also while the trainer is on its way out."""
+    stream = GroupStream(Listed(group("a")))
+    with stream:
+        assert ids(list(stream)) == ["a"]
+    stream.end()
 
 
 def test_a_job_that_is_resumed_builds_no_group_that_is_settled() -> None:

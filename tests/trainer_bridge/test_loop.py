@@ -105,6 +105,25 @@ def test_what_a_kill_in_a_write_leaves_is_no_checkpoint(tmp_path: Path, monkeypa
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-00000002", "step-00000004"]
 
 
+def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kill(folder: Path, **_: object) -> None:
+        (folder / "state.json").unlink()
+        raise Killed
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", kill)
+    with pytest.raises(Killed):
+        trainer(tmp_path, keep=1).run(GROUPS)
+    monkeypatch.undo()
+    folders = sorted((tmp_path / "checkpoints").glob("step-*"))
+    assert [(each.name, (each / "state.json").exists()) for each in folders] == [("step-00000004", True)]
+    again = trainer(tmp_path, keep=1)
+    assert again.resume()
+    again.run(GROUPS[4:])
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
     trainer(tmp_path).run(GROUPS[:2])
     other = trainer(tmp_path)
@@ -259,9 +278,10 @@ def test_a_cut_line_of_metrics_is_left_out_and_other_files_are_refused(tmp_path:
     path.write_text(path.read_text() + '{"step": 3, "lo')
     trainer(tmp_path).resume()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    path.write_text("no json\n")
-    with pytest.raises(ConfigError, match="of something else"):
-        trainer(tmp_path).resume()
+    for other in ("no json\n", "7\n"):
+        path.write_text(other)
+        with pytest.raises(ConfigError, match="of something else"):
+            trainer(tmp_path).resume()
 
 
 def test_plots_need_something_to_draw(tmp_path: Path) -> None:

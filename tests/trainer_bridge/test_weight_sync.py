@@ -1,15 +1,18 @@
-"""What a trainer refuses to write."""
+"""What a trainer refuses to write, and what it clears away."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from gym_capture.errors import WeightsRefusedError
-from trainer_bridge.weight_client import WeightClient
+from gym_capture.weights import Payload
+from trainer_bridge import weight_sync
+from trainer_bridge.weight_client import Pushed, WeightClient
 from trainer_bridge.weight_sync import WeightSync
 
 FLOATS = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
@@ -39,3 +42,31 @@ def test_numbers_of_every_type_and_the_largest_are_written(sync: WeightSync) -> 
     weights |= {"empty": torch.zeros(0), "whole": torch.ones(2, dtype=torch.int64)}
     weights |= {"small": torch.ones(2).to(torch.float8_e4m3fn)}
     assert sync.write(1, weights).version == 1
+
+
+def test_a_kill_while_old_weights_are_removed_leaves_no_half_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        """As a signal would."""
+
+    def kill(folder: Path, **_: object) -> None:
+        raise Killed
+
+    class Graph(WeightClient):
+        def push(self, payload: Payload, **_: object) -> Pushed:
+            return Pushed(version=payload.version, folder=payload.folder, seconds=0.0, paused_s=0.0, replicas=1)
+
+        def info(self) -> Mapping[str, Any]:
+            return {"folder": None}
+
+    with Graph("http://127.0.0.1:9") as client:
+        sync = WeightSync(client, tmp_path, keep=1)
+        sync.push(1, {"w": torch.zeros(1)})
+        monkeypatch.setattr(weight_sync.shutil, "rmtree", kill)
+        with pytest.raises(Killed):
+            sync.push(2, {"w": torch.ones(1)})
+        monkeypatch.undo()
+        assert [path.name[:17] for path in tmp_path.glob("weights-*")] == ["weights-00000002-"]
+        sync.push(3, {"w": torch.ones(1)})
+    assert [path.name[:17] for path in tmp_path.iterdir()] == ["weights-00000003-"]
