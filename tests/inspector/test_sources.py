@@ -68,6 +68,10 @@ def test_parquet_shows_what_the_log_shows(log: Path, parquet: Path) -> None:
         one, other = by_rows[name], by_log[name]
         assert [getattr(one, each) for each in same] == [getattr(other, each) for each in same]
         assert (one.prompt_tokens, one.weight_version_max) == (other.prompt_tokens, other.weight_version_max)
+    # What is masked over how it ended is so in both.
+    said = ("mask_reason", "trained_tokens", "generated_tokens")
+    for name in ("one", "two", "three", "alone"):
+        assert [getattr(by_rows[name], each) for each in said] == [getattr(by_log[name], each) for each in said]
     # Nobody said how it ended: it is compared with none, and masked.
     assert (by_rows["three"].mask_reason, by_rows["three"].trained_tokens) == ("missing_reward", 0)
     assert by_rows["two"].mask_reason == "incomplete:agent_failed"
@@ -165,6 +169,7 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     assert (two.state, two.mask_reason, two.attempt) == ("failed", "incomplete:agent_timeout", 2)
     seen = library.rollout("two")
     assert seen is not None
+    assert seen.mask_reasons == ("incomplete:agent_timeout",)  # the ledger's word, and not that of the records
     assert not any((each.kinds == TokenKind.TRAINED).any() for each in seen.trajectories)
     # Without records: what was built, and of what was not, the row.
     (directory / "trajectories").mkdir()
