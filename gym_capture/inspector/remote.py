@@ -27,7 +27,7 @@ class Remote:
         """`url`: scheme, host and port."""
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self.url = url.rstrip("/").removesuffix("/inspect")
-        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=headers)
+        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=headers, trust_env=False)
 
     def found(self) -> str:
         """What is there, in a line for a person. Raises `ConfigError` if it cannot be looked into."""

@@ -84,6 +84,13 @@ def test_where_somebody_listens_ray_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     check_reachable("ray://nowhere:1")
 
 
+@pytest.mark.parametrize("address", ["x y:[", "[::1", "host:99999", "host:port", "a" * 300 + ":1", "\x00:1"])
+def test_what_is_no_address_is_said(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(ConnectionError):
+        check_reachable(address)
+
+
 def test_somebody_who_listens_and_says_nothing_is_no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is stopped, or hangs: Ray would wait for it where no signal ends it."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

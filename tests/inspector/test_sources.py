@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from gym_capture.build.builder import BuildOptions
 from gym_capture.capture.operations import Begin, Commit, Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration, Standing
+from gym_capture.capture.records import WeightSpan
 from gym_capture.conformance import sample_intent
 from gym_capture.data.directory import build_directory
 from gym_capture.data.record_files import open_files
@@ -34,9 +35,10 @@ from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, RolloutRow
 from gym_capture.stores.base import counts_of, standings_of
 from gym_capture.stores.inspect import read_snapshots
+from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.stores.segments import segment_path
-from tests.inspector.world import conversation, inspector, library_of, write_closed_world, write_world
+from tests.inspector.world import conversation, inspector, library_of, record, write_closed_world, write_world
 
 
 @pytest.fixture(scope="module")
@@ -311,3 +313,14 @@ def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
     assert bad is not None
     assert bad.mask_reason == "unreadable"
     assert json.dumps(asdict(bad))
+
+
+async def test_a_weight_version_of_many_digits_is_a_name(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    for rollout_id, version in (("r", "9" * 5_000), ("s", "7")):
+        first = conversation(rollout_id)[0]
+        policy = replace(first.policy, weight_versions=(WeightSpan(0, 3, version),))
+        await record(store, [replace(first, policy=policy)])
+    await store.close()
+    found = inspector(LogSource(tmp_path)).get("/api/rollouts").json()["columns"]
+    assert (found["rollout"], found["staleness"]) == (["r", "s"], [None, 0])
