@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from rich.console import Console
@@ -24,6 +26,7 @@ from gym_capture.errors import ConfigError
 if TYPE_CHECKING:
     from gym_capture.demo.report import Check
 
+_PROGRAM: Final = "gym-capture"
 CONFIG = Path(__file__).parents[1] / "demo" / "cpu_demo.yaml"
 """In a clone a link to that of `serve_configs/`; the wheel has a copy."""
 
@@ -58,21 +61,19 @@ def command(
         as_json = check_json_file(json_file, as_json=as_json)
     directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-demo-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        held = _run(
-            console,
-            directory,
-            model=model,
-            tasks=tasks,
-            samples=samples,
-            concurrency=concurrency,
-            max_tokens=max_tokens,
-            config=config,
-            as_json=as_json,
-            json_file=json_file,
-        )
-    finally:
-        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+    console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+    held = _run(
+        console,
+        directory,
+        model=model,
+        tasks=tasks,
+        samples=samples,
+        concurrency=concurrency,
+        max_tokens=max_tokens,
+        config=config,
+        as_json=as_json,
+        json_file=json_file,
+    )
     if not held:
         raise typer.Exit(1)
 
@@ -135,16 +136,22 @@ def check_json_file(file: Path, *, as_json: bool) -> bool:
 
 
 def show_way_on(console: Console, rows: Path, records: Path, model: Path) -> None:
-    """How to look into what was just made."""
+    """How to look into what was just made; to be typed as it stands, also where only `make` knows the environment."""
     with rows.open(encoding="utf-8") as file:
-        first = json.loads(next(file))["rollout_id"]
-    lines = (
-        f"gym-capture ui {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
-        f"gym-capture inspect {shlex.quote(first)} {shlex.quote(str(records))} --model {shlex.quote(str(model))}",
-    )
+        first = next(file, None)
+    program = shlex.quote(typed_program())
+    there = f"{shlex.quote(str(records))} --model {shlex.quote(str(model))}"
+    lines = [f"{program} ui {there}"]
+    if first is not None:
+        lines.append(f"{program} inspect {shlex.quote(json.loads(first)['rollout_id'])} {there}")
     console.print("Look into it, in a browser or here:")
     for line in lines:
         console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+
+
+def typed_program() -> str:
+    """What a shell finds this program by: its name, or its path if it is not on the PATH."""
+    return _PROGRAM if shutil.which(_PROGRAM) else str(Path(sys.executable).with_name(_PROGRAM))
 
 
 def write_json(text: str, file: Path | None, *, as_json: bool) -> None:

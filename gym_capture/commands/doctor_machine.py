@@ -254,6 +254,10 @@ def secret(file: Path | None) -> Iterator[Finding]:
         todo = "right on a machine of your own; else `openssl rand -hex 32 > FILE; chmod 600 FILE`, and secret_file"
         yield Finding("secret", "note", "none: every route of the graph is open", todo)
         return
+    path = file.expanduser()
+    if path.exists() and not path.is_file():
+        yield Finding("secret", "mend", f"{file} is no regular file", "`openssl rand -hex 32 > FILE` makes a good one")
+        return
     try:
         Keyring.from_file(file)
     except ConfigError as error:

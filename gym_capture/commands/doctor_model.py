@@ -10,7 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from gym_capture.commands.audit_template import load, locate
 from gym_capture.commands.config_findings import nearest
@@ -53,7 +53,10 @@ def _weights(folder: Path) -> Finding:
     files = {file.name: file.stat().st_size for file in folder.glob("*.safetensors")}
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        wanted = set(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
+        weights = _object(index).get("weight_map")
+        if not isinstance(weights, dict):
+            return Finding("model: weights", "mend", f"{index.name} names no weights", "copy it again")
+        wanted = set(map(str, weights.values()))
         if missing := sorted(wanted - files.keys()):
             found = f"{len(missing)} files are missing: {missing[0]}"
             return Finding("model: weights", "mend", found, "copy them again")
@@ -79,8 +82,17 @@ def _source(folder: Path) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8", errors="replace")
     if config.is_file():
-        return json.dumps(json.loads(config.read_text(encoding="utf-8")).get("chat_template"), ensure_ascii=False)
+        return json.dumps(_object(config).get("chat_template"), ensure_ascii=False)
     return ""
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What a file of JSON says; nothing if it is broken."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _parser(kind: str, named: str | None, guessed: str | None) -> Iterator[Finding]:

@@ -163,19 +163,23 @@ class _OfGraph:
     """As the graph's own inspector shows it."""
 
     def __init__(self, url: str, rollout_id: str, token: str | None) -> None:
-        self._at = f"{url.rstrip('/')}/inspect/api/rollouts/{quote(rollout_id, safe='')}"
+        self._at = f"{url.rstrip('/').removesuffix('/inspect')}/inspect/api/rollouts/{quote(rollout_id, safe='')}"
         self._headers = {} if token is None else {"authorization": f"Bearer {token}"}
 
     def rollout(self) -> dict[str, Any]:
-        return dict(self._asked(""))
+        found: dict[str, Any] = self._asked("", dict)
+        return found
 
     def trajectories(self) -> list[dict[str, Any]]:
-        return list(self._asked("/trajectories"))
+        found: list[dict[str, Any]] = self._asked("/trajectories", list)
+        return found
 
     def tokens(self, trajectory: int, begin: int) -> dict[str, Any]:
-        return dict(self._asked(f"/trajectories/{trajectory}/tokens?from={begin}&to={begin + 2**30}"))
+        path = f"/trajectories/{trajectory}/tokens?from={begin}&to={begin + 2**30}"
+        found: dict[str, Any] = self._asked(path, dict)
+        return found
 
-    def _asked(self, path: str) -> Any:
+    def _asked(self, path: str, kind: type) -> Any:
         try:
             answer = httpx.get(self._at + path, headers=self._headers, timeout=_ANSWERS_WITHIN_S, trust_env=False)
             found = answer.json()
@@ -187,4 +191,6 @@ class _OfGraph:
             raise ConfigError(f"{self._at}: the graph wants its read token: --secret-file, or --token")
         if answer.status_code != 200:
             raise ConfigError(f"{self._at}: HTTP {answer.status_code}: {json.dumps(found)}")
+        if not isinstance(found, kind) or (not path and "calls" not in found):
+            raise ConfigError(f"what answers at {self._at} is no graph with an inspector")
         return found

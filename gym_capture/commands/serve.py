@@ -2,7 +2,7 @@
 
 Invariant: when it says that it serves, the graph answers; however it ends, `serve run` and a Ray cluster that it
 started end with it. What can be known to be wrong is said before anything is started, and nothing that runs is
-replaced.
+replaced: it refuses to begin where Serve runs something, and what others deploy meanwhile outlives it.
 
 Flow: a Serve config, or a model folder alone, and options over it -> checked -> a Ray cluster, with `cluster.env` ->
 `serve run` as a process of its own -> URLs, once it is healthy -> waits for Ctrl-C.
@@ -236,6 +236,7 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                     directory=directory,
                     on_wait=phase.note,
                     timeout_s=timeout_s,
+                    is_shared=True,
                 )
                 running = stack.enter_context(graph)
             where = _where(served, running.url, address)

@@ -51,20 +51,18 @@ def command(
         as_json = check_json_file(json_file, as_json=as_json)
     directory = (out or Path(tempfile.mkdtemp(prefix="gym-capture-try-job-"))).resolve()
     directory.mkdir(parents=True, exist_ok=True)
-    try:
-        held = _run(
-            console,
-            directory,
-            job_file,
-            set_ or [],
-            model=model,
-            config=config,
-            temperature=temperature,
-            as_json=as_json,
-            json_file=json_file,
-        )
-    finally:
-        console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+    console.print(f"Logs, records and trajectories: {escape(str(directory))}", soft_wrap=True, highlight=False)
+    held = _run(
+        console,
+        directory,
+        job_file,
+        set_ or [],
+        model=model,
+        config=config,
+        temperature=temperature,
+        as_json=as_json,
+        json_file=json_file,
+    )
     if not held:
         raise typer.Exit(1)
 

@@ -154,6 +154,7 @@ class AnnotationFile:
         self._path = directory / FILE
         self._places: dict[str, list[tuple[int, int]]] = {}
         self._end = 0
+        self._inode = 0
         self._lock = threading.Lock()
         self._differences: dict[str, tuple[float, int]] = {}
 
@@ -186,10 +187,11 @@ class AnnotationFile:
         except OSError as error:
             raise ConfigError(f"{self._path} cannot be read: {error.strerror}") from None
         try:
-            if os.fstat(fd).st_size < self._end:  # another file
+            status = os.fstat(fd)
+            if status.st_ino != self._inode or status.st_size < self._end:  # another file
                 self._places.clear()
                 self._differences.clear()
-                self._end = 0
+                self._inode, self._end = status.st_ino, 0
             rest = b""
             while data := os.pread(fd, _READ_BYTES, self._end + len(rest)):
                 *lines, rest = (rest + data).split(b"\n")

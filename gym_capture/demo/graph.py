@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -23,6 +23,7 @@ import httpx
 import ray
 import yaml
 from ray import serve
+from ray.exceptions import RayError
 
 from gym_capture.cluster.env import private_cluster_env
 from gym_capture.cluster.quiet import quiet_start
@@ -34,8 +35,9 @@ from gym_capture.serving.state import connect
 ENGINE_BACK_WITHIN_S: Final = 300.0
 """A graph that nobody but Serve would start again is given up after that."""
 _READY_WITHIN_S: Final = 300.0
+_APPLICATION: Final = "default"
 _PORT: Final = 8000
-"""Serve's, where a config names none."""
+"""Serve's, where a config names none; so is the application's name."""
 _POLL_S: Final = 0.5
 _STEADY_ANSWERS: Final = 20
 _SHOWN_LINES: Final = 6
@@ -142,8 +144,12 @@ def serving(
     directory: Path,
     on_wait: Callable[[str], None],
     timeout_s: float = _READY_WITHIN_S,
+    is_shared: bool = False,
 ) -> Iterator[Served]:
-    """Serves a Serve config for the length of the block, and yields once it is ready. Raises as `served_graph`."""
+    """Serves a Serve config for the length of the block, and yields once it is ready. Raises as `served_graph`.
+
+    `is_shared`: others may deploy applications of theirs on the cluster, which then stay.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     file, log = directory / "serve.yaml", directory / "serve.log"
     file.write_text(yaml.safe_dump(dict(config), sort_keys=False), encoding="utf-8")
@@ -154,8 +160,27 @@ def serving(
         _wait_ready(child, url, on_wait, timeout_s)
         yield Served(url, child)
     finally:
+        own = {str(each.get("name", _APPLICATION)) for each in config["applications"]}
+        _end(child, own, others=_applications() - own if is_shared else frozenset())
+
+
+def _applications() -> frozenset[str]:
+    """What Serve runs on the cluster; nothing if it has gone."""
+    try:
+        return frozenset(serve.status().applications)
+    except RayError:
+        return frozenset()
+
+
+def _end(child: Child, own: Set[str], *, others: Set[str]) -> None:
+    """Ends what was deployed; Serve as a whole only if nobody else has deployed something meanwhile."""
+    if not others:
         serve.shutdown()  # from here, so that Serve's client in this process forgets the controller too
         child.stop()
+        return
+    child.kill()  # asked to end, `serve run` would shut Serve down
+    for name in sorted(own):
+        serve.delete(name)
 
 
 def local_url(config: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ is refused with what was looked for.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,8 @@ def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | N
         if (path / JOB_FILE).is_file():
             from gym_capture.inspector.job_source import JobSource
 
-            return JobSource(path, options, records=None if records is None else open_path(records, options))
+            of_job = replace(options, ends_elsewhere=True)
+            return JobSource(path, options, records=None if records is None else open_path(records, of_job))
         if records is not None:
             raise ConfigError(f"--records goes with a job's directory, and {path} is none")
         if path.suffix == ".parquet" or (path.is_dir() and any(path.glob("*.parquet"))):

@@ -27,6 +27,8 @@ _FIRST_LOOK_S: Final = 5.0
 """The first question waits so long for the first look."""
 _LOOK_EVERY_S: Final = 0.5
 _AT_A_TIME: Final = 32
+_DIGITS: Final = 20
+"""A cursor has fewer."""
 
 
 class Library:
@@ -115,7 +117,9 @@ class Library:
     def wake(self) -> None:
         """Somebody asks: what is new is looked for."""
         self._asked.set()
-        if self._worker is None and not self._is_closed:
+        with self._lock:  # of several that ask at once, one starts it
+            if self._worker is not None or self._is_closed:
+                return
             self._worker = threading.Thread(target=self._work, name="inspector", daemon=True)
             self._worker.start()
 
@@ -219,4 +223,4 @@ class Library:
 
     def _number_of(self, since: str | None) -> int:
         name, _, number = (since or "").partition(".")
-        return int(number) if name == self._name and number.isdecimal() else 0
+        return int(number) if name == self._name and number.isdecimal() and len(number) < _DIGITS else 0

@@ -10,10 +10,13 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.capture.outcomes import Outcome
+from gym_capture.capture.records import Snapshot
+from gym_capture.data.advantages import reward_problems
 from gym_capture.data.log_directories import log_directories
 from gym_capture.inspector.from_records import see_records
 from gym_capture.inspector.seen import SeenRollout
 from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source, State
+from gym_capture.reasons import MaskReason, join_reason
 from gym_capture.stores.log_follower import Followed, LogFollower
 
 _LOCK: Final = "lock"
@@ -69,9 +72,11 @@ class LogSource(Source):
             frozen = log.read(rollout_id)
             if frozen is not None:
                 registration = frozen.snapshot.registration
+                masks = () if self._options.ends_elsewhere else masks_of(frozen.snapshot, may_grow=self._was_live)
                 return see_records(
                     frozen.snapshot,
                     begun=frozen.begun,
+                    extra_mask_reasons=masks,
                     special=self._options.special,
                     input_json=None if registration is None else registration.task,
                 )
@@ -96,6 +101,17 @@ def state_of(outcome: Outcome | None, *, may_grow: bool) -> State:
     if outcome is not None:
         return State.FINISHED if outcome.failure is None else State.FAILED
     return State.LIVE if may_grow else State.FINISHED
+
+
+def masks_of(snapshot: Snapshot, *, may_grow: bool) -> tuple[str, ...]:
+    """Why a build masks a rollout over how it ended; nothing while it may still end otherwise."""
+    outcome = snapshot.outcome
+    if outcome is None and may_grow:
+        return ()
+    if outcome is not None and outcome.failure is not None:
+        return (join_reason(MaskReason.INCOMPLETE, outcome.failure),)
+    is_compared = snapshot.registration is not None
+    return reward_problems(None if outcome is None else outcome.reward) if is_compared else ()
 
 
 def is_locked(directory: Path) -> bool:

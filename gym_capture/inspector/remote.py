@@ -6,6 +6,7 @@ Invariant: only `/inspect/api` of that one graph is asked, by reading, and the t
 from __future__ import annotations
 
 from typing import Final
+from urllib.parse import unquote
 
 import httpx
 from fastapi import FastAPI, Request, Response
@@ -26,7 +27,7 @@ class Remote:
         """`url`: scheme, host and port."""
         headers = {} if token is None else {"authorization": f"Bearer {token}"}
         self.url = url.rstrip("/").removesuffix("/inspect")
-        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=headers)
+        self._client = httpx.Client(timeout=_TIMEOUT_S, headers=headers, trust_env=False)
 
     def found(self) -> str:
         """What is there, in a line for a person. Raises `ConfigError` if it cannot be looked into."""
@@ -45,6 +46,8 @@ class Remote:
 
     def ask(self, path: str, query: str) -> Response:
         """The graph's answer."""
+        if not path.isascii() or not {"", ".", ".."}.isdisjoint(unquote(path).split("/")):
+            return error_response(404, "there is no such path here")
         try:
             url = httpx.URL(f"{self.url}{_API}/").copy_with(
                 raw_path=f"{_path_of(self.url)}{_API}/{path}?{query}".encode()
@@ -68,7 +71,7 @@ def build_remote(remote: Remote) -> FastAPI:
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
 
     async def passed_on(request: Request) -> Response:
-        raw = request.scope["raw_path"].decode("ascii").partition("/api/")[2]
+        raw = request.scope["raw_path"].decode("latin-1").partition("/api/")[2]
         return await run_in_threadpool(remote.ask, raw, request.url.query)
 
     app.add_api_route("/api/{path:path}", passed_on, methods=["GET"], response_class=Response)

@@ -35,7 +35,7 @@ def listening(host: str, port: int) -> socket.socket:
 
 def serve(app: ASGIApp, listener: socket.socket, *, host: str) -> None:
     """Until Ctrl-C."""
-    guarded = OnlyThisHost(app, {host, *LOOPBACK})
+    guarded = OnlyThisHost(app, {host.lower(), *LOOPBACK})
     config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1, ws="none")
     uvicorn.Server(config).run(sockets=[listener])
 

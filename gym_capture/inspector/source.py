@@ -68,6 +68,8 @@ class Options:
 
     special: frozenset[int] = frozenset()
     """Ids of tokens that only templates write."""
+    ends_elsewhere: bool = False
+    """Whether a job's ledger says how rollouts ended, and the records' own word of it does not count."""
 
 
 NOTHING_KNOWN: Final = Options()

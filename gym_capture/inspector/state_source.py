@@ -17,7 +17,7 @@ from gym_capture.capture.outcomes import Standing
 from gym_capture.capture.records import Snapshot
 from gym_capture.errors import StoreUnavailableError
 from gym_capture.inspector.from_records import see_records
-from gym_capture.inspector.log_source import state_of
+from gym_capture.inspector.log_source import masks_of, state_of
 from gym_capture.inspector.seen import SeenRollout
 from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source
 from gym_capture.rollout_counts import RolloutCounts
@@ -85,6 +85,7 @@ class StateSource(Source):
         registration = snapshot.registration
         return see_records(
             snapshot,
+            extra_mask_reasons=masks_of(snapshot, may_grow=True),
             special=self._options.special,
             input_json=None if registration is None else registration.task,
         )

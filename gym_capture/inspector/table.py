@@ -52,6 +52,8 @@ class Row:
 
 QUIET_S: Final = 3.0
 """A rollout that grows is read again once nothing was new in it for so long: each reading costs all of it."""
+_MOST_DIGITS: Final = 18
+"""A weight version of more is a name, and no number."""
 _NOT_COLUMNS: Final = ("number", "version", "is_filled")
 COLUMNS: Final = tuple(field.name for field in fields(Row) if field.name not in _NOT_COLUMNS)
 
@@ -170,7 +172,11 @@ _OF_BASICS: Final = tuple(field.name for field in fields(Basics) if field.name i
 
 def in_order(version: str) -> tuple[int, int, str]:
     """Numbers by their value, then what is no number."""
-    return (0, int(version), "") if version.isdecimal() else (1, 0, version)
+    return (0, int(version), "") if _is_number(version) else (1, 0, version)
+
+
+def _is_number(version: str) -> bool:
+    return version.isdecimal() and len(version) <= _MOST_DIGITS
 
 
 def _staleness(rows: Iterable[Row]) -> Mapping[str, int]:
@@ -184,7 +190,7 @@ def _staleness(rows: Iterable[Row]) -> Mapping[str, int]:
         )
         for row in rows
         if row.finished_at is not None and row.weight_version_min is not None
-        if row.weight_version_min.isdecimal() and (row.weight_version_max or row.weight_version_min).isdecimal()
+        if _is_number(row.weight_version_min) and _is_number(row.weight_version_max or row.weight_version_min)
     ]
     known.sort()
     newest = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterable
@@ -13,6 +14,7 @@ import pytest
 from gym_capture import cli
 from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.commands import doctor_machine as machine
+from gym_capture.commands import doctor_model
 from gym_capture.commands.doctor_machine import Finding
 from gym_capture.commands.doctor_model import check_model
 from gym_capture.models import tiny_dir
@@ -50,6 +52,8 @@ def test_a_secret_that_is_private_and_long_is_right(tmp_path: Path) -> None:
     secret.write_text("x" * 32)
     assert states(machine.secret(secret)) == {"secret": "ok"}
     assert states(machine.secret(None)) == {"secret": "note"}
+    os.mkfifo(tmp_path / "fifo")  # nobody waits for who may write to it
+    assert states(machine.secret(tmp_path / "fifo")) == {"secret": "mend"}
 
 
 def test_the_environment_of_ray(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -103,3 +107,8 @@ def test_a_model_that_is_right_and_models_that_are_not(tmp_path: Path) -> None:
     for file in folder.glob("*.safetensors"):
         file.unlink()
     assert states(check_model(str(folder), None, None))["model: weights"] == "mend"
+    for text in ("[1", "[]", '{"weight_map": []}', "\x00"):
+        (folder / "model.safetensors.index.json").write_text(text)
+        (folder / "tokenizer_config.json").write_text(text)
+        assert doctor_model._weights(folder).state == "mend"
+    assert "mend" in states(check_model(str(folder), None, None)).values()

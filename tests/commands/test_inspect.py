@@ -98,6 +98,13 @@ def test_a_graph_shows_the_same(log: Path, run: Run, monkeypatch: pytest.MonkeyP
     assert (code, "HTTP 404" in err) == (2, True)
 
 
+@pytest.mark.parametrize("said", ["[1]", "{}", "null", "<html>"])
+def test_what_answers_and_is_no_graph_is_said_in_a_line(said: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gym_capture.commands.inspect.httpx.get", lambda *_, **__: httpx.Response(200, text=said))
+    code, _, err = run("one", "http://other:8000")
+    assert (code, err.count("\n"), "is no graph with an inspector" in err) == (2, 1, True)
+
+
 def test_what_is_not_there_is_one_line(log: Path, tmp_path: Path, run: Run) -> None:
     code, _, err = run("on", log)
     assert (code, err.count("\n")) == (2, 1)

@@ -99,6 +99,8 @@ async def test_a_graph_is_looked_into_from_here(log: Path, tmp_path: Path) -> No
                     assert client.get("/api/groups/group%2F1").json()["group"] == "group/1"
                     assert client.get("/api/search", params={"q": "6 7", "where": "id"}).json()["hits"]
                     assert client.get("/api/rollouts/nobody").status_code == 404
+                    for path in ("%2e%2e/source", "rollouts/..%2f..%2fsource", "rollouts//one", "%C3%A9/%2E"):
+                        assert client.get(httpx.URL(url).copy_with(raw_path=f"/api/{path}".encode())).status_code == 404
 
         await asyncio.to_thread(look)
         with pytest.raises(ConfigError, match="read token"):

@@ -57,6 +57,15 @@ def test_another_file_in_its_place_is_read_anew(tmp_path: Path) -> None:
     assert [each.note for each in file.of("a")] == ["new"]
 
 
+def test_a_file_that_was_moved_away_is_not_mixed_with_the_one_that_was_begun(tmp_path: Path) -> None:
+    file = AnnotationFile(tmp_path)
+    Annotator(tmp_path).add([note("a", "old")])
+    assert len(file.of("a")) == 1
+    (tmp_path / FILE).rename(tmp_path / "away")
+    Annotator(tmp_path).add([note("a", "new", at=1.0), note("a", "and longer than the old one was")])
+    assert [each.note for each in file.of("a")] == ["new", "and longer than the old one was"]
+
+
 def test_a_file_has_a_largest_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(annotations, "MAX_FILE_BYTES", 300)
     Annotator(tmp_path).add([note("a")])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shlex
+import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,14 +17,27 @@ from gym_capture.demo.progress import Phases
 from gym_capture.errors import ConfigError
 
 
-def test_the_last_lines_are_commands(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", [str(Path(sys.executable).parent), "/nowhere"])
+def test_the_last_lines_are_commands(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also behind `make demo`, where the environment's programs are not on the PATH."""
+    monkeypatch.setenv("PATH", path)
     rows, said = tmp_path / "rollouts.jsonl", io.StringIO()
     rows.write_text(json.dumps({"rollout_id": "demo-supplied.register-0-0.0-a1"}) + "\n")
     show_way_on(Console(file=said, width=40), rows, tmp_path / "my records", Path("/models/a"))
     _, browser, here = said.getvalue().splitlines()
     records = str(tmp_path / "my records")
-    assert shlex.split(browser) == ["gym-capture", "ui", records, "--model", "/models/a"]
+    program = shutil.which(shlex.split(browser)[0])
+    assert program is not None
+    assert Path(program).name == "gym-capture"
+    assert shlex.split(browser)[1:] == ["ui", records, "--model", "/models/a"]
     assert shlex.split(here)[1:4] == ["inspect", "demo-supplied.register-0-0.0-a1", records]
+
+
+def test_without_a_rollout_the_inspector_is_named_all_the_same(tmp_path: Path) -> None:
+    rows, said = tmp_path / "rollouts.jsonl", io.StringIO()
+    rows.touch()
+    show_way_on(Console(file=said), rows, tmp_path, tmp_path)
+    assert " ui " in said.getvalue().splitlines()[-1]
 
 
 def test_a_long_phase_says_without_a_terminal_what_happens_before_it_does() -> None:

@@ -321,9 +321,9 @@ class Fake:
 
     def trajectories(self, rollout: str) -> list[Json] | None:
         row = self.row(rollout)
-        if row is None or row["state"] == "live":
-            return None if row is None else []
-        data = _tokens(rollout, row["generated_tokens"] + row["prompt_tokens"])
+        if row is None:
+            return None
+        data = self._tokens_of(row)
         generated = {
             f"{rollout}-c{call}": [start, end]
             for start, end, call, kind in data["segments"]
@@ -362,11 +362,17 @@ class Fake:
             }
         ]
 
+    def _tokens_of(self, row: Json) -> Json:
+        is_live = row["rollout"] == LIVE
+        return _tokens(
+            row["rollout"], 1_000 * self.live_calls if is_live else row["generated_tokens"] + row["prompt_tokens"]
+        )
+
     def tokens(self, rollout: str, start: int, end: int) -> Json | None:
         row = self.row(rollout)
         if row is None:
             return None
-        data = _tokens(rollout, row["generated_tokens"] + row["prompt_tokens"])
+        data = self._tokens_of(row)
         total = len(data["ids"])
         end = min(end, total)
         cut = {

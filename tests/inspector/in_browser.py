@@ -172,6 +172,22 @@ def test_a_live_rollout_grows_while_one_looks(site: Site) -> None:
     expect(page.get_by_role("heading", name="Call 1 ")).to_be_visible()
 
 
+def test_an_open_trajectory_grows_and_what_is_in_sight_stays(site: Site) -> None:
+    page = site.open(f"#/rollout/{LIVE}/trajectory/0/token/1500")
+    expect(page.locator("#t1500")).to_be_visible()
+    page.locator(".tokens").hover()
+    page.mouse.wheel(0, 400)  # away from the token that is chosen
+    expect(page.locator("#t1500")).not_to_be_in_viewport()
+    top = page.locator(".tokens").evaluate("element => element.scrollTop")
+    for size in ("4,000", "5,000"):
+        site.fake.grow()
+        expect(page.locator(".summary .facts")).to_contain_text(size)
+    page.keyboard.press("c")  # it is drawn, keys and all
+    assert page.locator(".tokens").evaluate("element => element.scrollTop") == top
+    page.keyboard.press("End")
+    expect(page.locator("#t4999")).to_be_visible()
+
+
 def test_the_job_shows_what_became_of_a_live_rollout(site: Site) -> None:
     page = site.open()
     expect(page.locator("#row-0 .c-calls")).to_have_text("3")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,6 @@ from tests.inspector.world import (
     client_of,
     conversation,
     inspector,
-    library_of,
     record,
     write_closed_world,
     write_world,
@@ -88,7 +89,8 @@ def test_the_table(client: TestClient) -> None:
 
 async def test_the_table_grows(tmp_path: Path) -> None:
     store = await write_world(tmp_path)
-    library = library_of(LogSource(tmp_path))
+    library = Library(LogSource(tmp_path), clock=lambda: 0.0)  # what is live is never quiet for long enough to be read
+    library.settle()
     client = client_of(build_inspector(library))
     before = get(client, "rollouts")
     assert before["is_all"]
@@ -109,9 +111,33 @@ async def test_the_table_grows(tmp_path: Path) -> None:
     await store.close()
 
 
+def test_a_cursor_that_nobody_gave_is_none(client: TestClient) -> None:
+    name = get(client, "rollouts")["cursor"].partition(".")[0]
+    for cursor in ("", f"{name}.", f"{name}.-1", f"{name}.{'9' * 5_000}", f"{name}.\u0663\x00"):
+        assert client.get("/api/rollouts", params={"since": cursor}).status_code == 200
+
+
+def test_of_many_that_ask_at_once_one_looks(log: Path) -> None:
+    before = threading.active_count()
+    library = Library(LogSource(log))
+    ready = threading.Barrier(8)
+
+    def ask(_: int) -> None:
+        ready.wait()
+        library.wake()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(ask, range(8)))
+    assert threading.active_count() == before + 1
+    library.close()
+
+
 def test_a_rollout(client: TestClient) -> None:
     found = get(client, "rollouts/two")
-    assert (found["state"], found["reward"], found["mask_reason"], found["trajectories"]) == ("failed", 0.0, None, 2)
+    assert (found["state"], found["reward"], found["mask_reason"], found["trajectories"]) == (
+        *("failed", 0.0, "incomplete:agent_failed", 2),
+    )
+    assert found["trained_tokens"] == 0
     first, second = found["calls"]
     assert (first["started_at"], first["seconds"], first["finish"]) == (100.5, 0.5, "stop")
     assert first["link"]["kind"] == "none"
@@ -294,6 +320,8 @@ def test_what_is_no_annotation_is_refused(client: TestClient, tmp_path: Path, bo
         {"content-type": "text/plain"},
         {"content-type": "application/json", "origin": "http://evil.example"},
         {"content-type": "application/json", "origin": "null"},
+        {"content-type": "application/json", "origin": "http://[half"},
+        {"content-type": "application/json", "origin": "http://127.0.0.1:2"},
         {"content-type": "application/json", "sec-fetch-site": "cross-site"},
     ],
 )

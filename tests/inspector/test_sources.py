@@ -6,7 +6,7 @@ import asyncio
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from gym_capture.build.builder import BuildOptions
 from gym_capture.capture.operations import Begin, Commit, Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration, Standing
+from gym_capture.capture.records import WeightSpan
 from gym_capture.conformance import sample_intent
 from gym_capture.data.directory import build_directory
 from gym_capture.data.record_files import open_files
@@ -34,9 +35,10 @@ from gym_capture.rollout_counts import RolloutCounts
 from gym_capture.rollouts.ledger import AttemptRow, FailureRow, Ledger, RolloutRow
 from gym_capture.stores.base import counts_of, standings_of
 from gym_capture.stores.inspect import read_snapshots
+from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from gym_capture.stores.segments import segment_path
-from tests.inspector.world import conversation, inspector, library_of, write_closed_world, write_world
+from tests.inspector.world import conversation, inspector, library_of, record, write_closed_world, write_world
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +70,10 @@ def test_parquet_shows_what_the_log_shows(log: Path, parquet: Path) -> None:
         one, other = by_rows[name], by_log[name]
         assert [getattr(one, each) for each in same] == [getattr(other, each) for each in same]
         assert (one.prompt_tokens, one.weight_version_max) == (other.prompt_tokens, other.weight_version_max)
+    # What is masked over how it ended is so in both.
+    said = ("mask_reason", "trained_tokens", "generated_tokens")
+    for name in ("one", "two", "three", "alone"):
+        assert [getattr(by_rows[name], each) for each in said] == [getattr(by_log[name], each) for each in said]
     # Nobody said how it ended: it is compared with none, and masked.
     assert (by_rows["three"].mask_reason, by_rows["three"].trained_tokens) == ("missing_reward", 0)
     assert by_rows["two"].mask_reason == "incomplete:agent_failed"
@@ -165,6 +171,7 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     assert (two.state, two.mask_reason, two.attempt) == ("failed", "incomplete:agent_timeout", 2)
     seen = library.rollout("two")
     assert seen is not None
+    assert seen.mask_reasons == ("incomplete:agent_timeout",)  # the ledger's word, and not that of the records
     assert not any((each.kinds == TokenKind.TRAINED).any() for each in seen.trajectories)
     # Without records: what was built, and of what was not, the row.
     (directory / "trajectories").mkdir()
@@ -306,3 +313,14 @@ def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
     assert bad is not None
     assert bad.mask_reason == "unreadable"
     assert json.dumps(asdict(bad))
+
+
+async def test_a_weight_version_of_many_digits_is_a_name(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path)
+    for rollout_id, version in (("r", "9" * 5_000), ("s", "7")):
+        first = conversation(rollout_id)[0]
+        policy = replace(first.policy, weight_versions=(WeightSpan(0, 3, version),))
+        await record(store, [replace(first, policy=policy)])
+    await store.close()
+    found = inspector(LogSource(tmp_path)).get("/api/rollouts").json()["columns"]
+    assert (found["rollout"], found["staleness"]) == (["r", "s"], [None, 0])

@@ -39,11 +39,12 @@ export function TokenPane({ store, turns, scale, selected, marked, onSelect, onH
   // What is in sight stays in sight when a chunk above turns out longer or shorter than was thought.
   const before = { chunk: layout.chunkAt(Math.floor(top / LINE)), starts: layout.startOf(layout.chunkAt(Math.floor(top / LINE))) };
   const linesBefore = layout.startOf(before.chunk + 1) - before.starts;
+  const wasKnown = layout.isKnown(before.chunk);
   useMemo(() => layout.refresh(), [layout, version]);
   const anchored = useRef<{ chunk: number; part: number; pixels: number } | null>(null);
   if (layout.startOf(before.chunk) !== before.starts || layout.startOf(before.chunk + 1) - layout.startOf(before.chunk) !== linesBefore) {
     const offset = top - before.starts * LINE;
-    const same = layout.startOf(before.chunk + 1) - layout.startOf(before.chunk) === linesBefore;
+    const same = wasKnown || layout.startOf(before.chunk + 1) - layout.startOf(before.chunk) === linesBefore;
     anchored.current = { chunk: before.chunk, part: same ? 0 : offset / (linesBefore * LINE), pixels: same ? offset : 0 };
   }
   useLayoutEffect(() => {
@@ -75,7 +76,7 @@ export function TokenPane({ store, turns, scale, selected, marked, onSelect, onH
   useLayoutEffect(() => {
     sought.current = selected;
     seekNow();
-  }, [selected, layout]);
+  }, [selected, columns]); // not when it grows: who has scrolled away from it stays there
   useLayoutEffect(seekNow, [version, size.height]);
 
   vertical.current = (token, by) => {

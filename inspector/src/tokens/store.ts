@@ -34,13 +34,21 @@ export class TokenStore {
   readonly chunkCount: number;
   private readonly chunks = new Map<number, Chunk>();
   private readonly wanted = new Set<number>();
+  /** Chunks as they were when there were fewer tokens: shown until they are read again. */
+  private readonly stale = new Set<number>();
 
   constructor(
     private readonly rollout: string,
     private readonly trajectory: number,
     readonly total: number,
+    before: TokenStore | null = null,
   ) {
     this.chunkCount = Math.max(1, Math.ceil(total / CHUNK));
+    for (const [index, chunk] of before?.chunks ?? []) {
+      if (chunk.from + chunk.shown.length > total) continue;
+      this.chunks.set(index, chunk);
+      this.stale.add(index);
+    }
   }
 
   chunk(index: number): Chunk | undefined {
@@ -59,7 +67,8 @@ export class TokenStore {
   }
 
   want(index: number): void {
-    if (index < 0 || index >= this.chunkCount || this.chunks.has(index) || this.wanted.has(index)) return;
+    if (index < 0 || index >= this.chunkCount || this.wanted.has(index)) return;
+    if (this.chunks.has(index) && !this.stale.has(index)) return;
     this.wanted.add(index);
     const path = `${pathOf("rollouts", this.rollout, "trajectories", this.trajectory)}/tokens`;
     get<Tokens>(`${path}?from=${index * CHUNK}&to=${Math.min(this.total, (index + 1) * CHUNK)}`)
@@ -87,6 +96,7 @@ export class TokenStore {
     });
     const columns = Uint16Array.from(texts, (text) => Math.min(columnsOf(text), 0xffff));
     this.chunks.set(index, { from: index * CHUNK, tokens, shown: texts, tails, columns });
+    this.stale.delete(index);
     for (const old of this.chunks.keys()) {
       if (this.chunks.size <= KEPT) break;
       if (Math.abs(old - index) > 2) this.chunks.delete(old);
@@ -97,6 +107,7 @@ export class TokenStore {
 /** Where the lines of all chunks are, for one width. */
 export class Layout {
   private readonly lines = new Map<number, Line[]>();
+  private readonly brokenOf = new Map<number, Chunk>();
   private starts: number[] = [0];
 
   constructor(
@@ -113,11 +124,14 @@ export class Layout {
     let tokens = 0;
     for (let index = 0; index < this.store.chunkCount; index++) {
       const chunk = this.store.chunk(index);
-      if (chunk && !this.lines.has(index)) this.lines.set(index, broken(chunk, this.columns, this.turns));
+      if (chunk && this.brokenOf.get(index) !== chunk) {
+        this.brokenOf.set(index, chunk);
+        this.lines.set(index, broken(chunk, this.columns, this.turns));
+      }
       const lines = this.lines.get(index);
       if (lines) {
         known += lines.length;
-        tokens += Math.min(CHUNK, this.store.total - index * CHUNK);
+        tokens += chunk?.shown.length ?? Math.min(CHUNK, this.store.total - index * CHUNK);
       }
     }
     const perToken = tokens ? known / tokens : 1 / Math.max(4, this.columns / 5);
@@ -132,6 +146,11 @@ export class Layout {
 
   get count(): number {
     return this.starts[this.starts.length - 1] ?? 0;
+  }
+
+  /** Whether the lines of a chunk are known, and not estimated. */
+  isKnown(chunk: number): boolean {
+    return this.lines.has(chunk);
   }
 
   startOf(chunk: number): number {

@@ -1,8 +1,9 @@
-// A trajectory: its tokens, coloured by one measure; one token's facts beside them; where links were split.
-import { useMemo, useRef, useState } from "preact/hooks";
-import { get, pathOf, type Trajectory } from "../api";
+// A trajectory: its tokens, coloured by one measure; one token's facts beside them; where links were split. While its
+// rollout is live it grows, and what is in sight stays there.
+import { useEffect, useMemo, useRef, useState } from "preact/hooks";
+import { get, pathOf, type Rollout, type Trajectory } from "../api";
 import { count, number } from "../format";
-import { useKeys, useLoad, useStable } from "../hooks";
+import { useKeys, usePoll, useStable, type Loaded } from "../hooks";
 import { useNotes } from "../parts/notes";
 import { SideBySide } from "../parts/sides";
 import { Fact, Problem, Reason, Waiting } from "../parts/small";
@@ -23,17 +24,42 @@ interface Props {
 }
 
 export function TrajectoryView({ rollout, trajectory, token, splits }: Props) {
-  const { data, error } = useLoad((signal) => get<Trajectory[]>(`${pathOf("rollouts", rollout)}/trajectories`, signal), [rollout]);
-  if (error) return <Problem error={error} />;
+  const { data, error } = useTrajectories(rollout);
+  if (error && !data) return <Problem error={error} />;
   if (!data) return <Waiting what="the trajectory" />;
   const one = data[trajectory];
   if (!one) return <Problem error={`Rollout ${rollout} has ${data.length} trajectories: there is no number ${trajectory}.`} />;
   return (
     <div class="trajectory">
       <Summary rollout={rollout} index={trajectory} one={one} splits={splits} />
+      {error && <Problem error={error} />}
       {splits ? <Splits rollout={rollout} index={trajectory} one={one} /> : <TokensView rollout={rollout} index={trajectory} one={one} token={token} />}
     </div>
   );
+}
+
+/** A rollout's trajectories, read again when more is recorded of it. */
+function useTrajectories(rollout: string): Loaded<Trajectory[]> {
+  const [state, setState] = useState<Loaded<Trajectory[]>>({ data: null, error: null });
+  const [live, setLive] = useState(false);
+  const cursor = useRef<Rollout["cursor"]>(null);
+  const path = pathOf("rollouts", rollout);
+  const load = async () => {
+    try {
+      const since = cursor.current === null ? "" : `?since=${encodeURIComponent(cursor.current)}`;
+      const news = await get<Rollout>(path + since);
+      const data = news.unchanged ? null : await get<Trajectory[]>(`${path}/trajectories`);
+      cursor.current = news.cursor;
+      setState((before) => ({ data: data ?? before.data, error: null }));
+      setLive(news.state === "live");
+    } catch (problem) {
+      const error = problem instanceof Error ? problem.message : String(problem);
+      setState((before) => ({ data: before.data, error }));
+    }
+  };
+  useEffect(() => void load(), []);
+  usePoll(load, 1000, live);
+  return state;
 }
 
 function Summary({ rollout, index, one, splits }: { rollout: string; index: number; one: Trajectory; splits: boolean }) {
@@ -64,7 +90,8 @@ function Summary({ rollout, index, one, splits }: { rollout: string; index: numb
 }
 
 function TokensView({ rollout, index, one, token }: { rollout: string; index: number; one: Trajectory; token: number | null }) {
-  const store = useMemo(() => new TokenStore(rollout, index, one.tokens), [rollout, index, one]);
+  const last = useRef<TokenStore | null>(null);
+  const store = useMemo(() => (last.current = new TokenStore(rollout, index, one.tokens, last.current)), [rollout, index, one]);
   const [mode, setMode] = useState("kind");
   const [hovered, setHovered] = useState<number | null>(null);
   const [view, setView] = useState<[number, number]>([0, 0]);
