@@ -32,20 +32,12 @@ def check_reachable(address: str | None) -> None:
     if where is None:
         return
     try:
-<<<<<<< HEAD
-        port = there.port
-    except ValueError as error:
-        raise ConnectionError(f"{where} is no address: {error}") from None
-    try:
-        with socket.create_connection((there.hostname, port), timeout=_ANSWERS_WITHIN_S) as connection:
-=======
         there = urlsplit(f"//{where}")
         host, port = there.hostname, there.port
     except ValueError as error:
         raise ConnectionError(f"{where!r} is no address: {error}") from None
     try:
         with socket.create_connection((host, port), timeout=_ANSWERS_WITHIN_S) as connection:
->>>>>>> rev2
             if not _is_encrypted():
                 _greet(connection)
     except (UnicodeError, OverflowError) as error:
