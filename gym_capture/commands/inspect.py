@@ -179,10 +179,10 @@ class _OfGraph:
         found: dict[str, Any] = self._asked(path, dict)
         return found
 
-    def _asked(self, path: str, kind: type) -> Any:
+    def _asked(self, path: str, kind: type[dict[str, Any]] | type[list[Any]]) -> Any:
         try:
             answer = httpx.get(self._at + path, headers=self._headers, timeout=_ANSWERS_WITHIN_S, trust_env=False)
-            found = answer.json()
+            found: Any = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ConfigError(f"no graph answers at {self._at}: {error or type(error).__name__}") from None
         except ValueError:
