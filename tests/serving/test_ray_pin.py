@@ -53,5 +53,5 @@ def test_the_router_overrides_a_method_that_serve_calls() -> None:
 
 def test_the_pin_is_of_the_version_that_is_installed() -> None:
     project = tomllib.loads((_PACKAGE.parent / "pyproject.toml").read_text())["project"]
-    (pin,) = [line for line in project["dependencies"] if line.startswith("ray[")]
+    (pin,) = [line for line in project["optional-dependencies"]["serve"] if line.startswith("ray[")]
     assert pin == f"ray[serve,data]=={version('ray').rsplit('.', 1)[0]}.*"
