@@ -2,9 +2,8 @@
 
 Claims, each with its own line:
 - at 64 calls at once, real actors make at least 8 times as many calls durable in a second as a store that appends each
-  call to a JSON Lines file of its rollout and syncs it - on the same disk, in the same run, rounds alternating - where
-  that store makes at most 500: on a disk that syncs faster, the processor is the limit, and the ratio is reported only;
-  what a put costs in processor time is reported beside it, in the actors and in the calling process;
+  call to a JSON Lines file of its rollout and syncs it - on the same disk, in the same run, rounds alternating; what
+  a put costs in processor time is reported beside it, in the actors and in the calling process;
 - one put alone takes at most 1.5 times what a bare actor round trip and one `fdatasync` of as many bytes take together;
 - 10,000 live rollouts of 10 calls fit into 2 GB over all state actors; and with a tenth of the memory for lineage every
   conversation still finds its parent.
@@ -57,7 +56,7 @@ from gym_capture.serving.state import StateClient, connect, start_shards
 SHARDS = 2
 CONCURRENT = 64
 ROUNDS, ACTOR_PUTS, FILE_PUTS = 5, 2_560, 256
-MIN_TIMES_FASTER, SLOW_DISK_PUTS_S = 8.0, 500
+MIN_TIMES_FASTER = 8.0
 ALONE_PUTS = 200
 MAX_TIMES_BARE = 1.5
 ROLLOUTS, CALLS = 10_000, 10
@@ -126,7 +125,6 @@ async def _puts(directory: Path) -> bool:
         actor_rates.append(actor_rate)
         latencies_s += round_latencies_s
     times = median(actor / file for actor, file in zip(actor_rates, file_rates, strict=True))
-    holds = times >= MIN_TIMES_FASTER or median(file_rates) > SLOW_DISK_PUTS_S
     report(
         "state.puts",
         shards=SHARDS,
@@ -139,9 +137,9 @@ async def _puts(directory: Path) -> bool:
         file_puts_per_s=round(median(file_rates)),
         times_file=round(times, 1),
         target_times=MIN_TIMES_FASTER,
-        ok=holds,
+        ok=times >= MIN_TIMES_FASTER,
     )
-    return holds
+    return times >= MIN_TIMES_FASTER
 
 
 async def putter(state: StateClient) -> Callable[[TokenEntry], Awaitable[None]]:
