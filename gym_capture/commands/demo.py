@@ -117,7 +117,7 @@ def _run(
     console.print(table(modes))
     show_checks(console, found)
     write_json(to_json(modes, found), json_file, as_json=as_json)
-    show_way_on(console, directory / "supplied" / "rollouts.jsonl", directory / "records", folder)
+    show_way_on(console, [directory / "supplied", directory / "rendered"], directory / "records", folder)
     return all(check.held for check in found)
 
 
@@ -135,15 +135,16 @@ def check_json_file(file: Path, *, as_json: bool) -> bool:
     return False
 
 
-def show_way_on(console: Console, rows: Path, records: Path, model: Path) -> None:
+def show_way_on(console: Console, jobs: Sequence[Path], records: Path, model: Path) -> None:
     """How to look into what was just made; to be typed as it stands, also where only `make` knows the environment."""
-    with rows.open(encoding="utf-8") as file:
-        first = next(file, None)
     program = shlex.quote(typed_program())
-    there = f"{shlex.quote(str(records))} --model {shlex.quote(str(model))}"
-    lines = [f"{program} ui {there}"]
+    options = f"--records {shlex.quote(str(records))} --model {shlex.quote(str(model))}"
+    lines = [f"{program} ui {shlex.quote(str(job))} {options}" for job in jobs]
+    with (jobs[-1] / "rollouts.jsonl").open(encoding="utf-8") as file:
+        first = next(file, None)
     if first is not None:
-        lines.append(f"{program} inspect {shlex.quote(json.loads(first)['rollout_id'])} {there}")
+        rollout_id = shlex.quote(json.loads(first)["rollout_id"])
+        lines.append(f"{program} inspect {rollout_id} {shlex.quote(str(jobs[-1]))} {options}")
     console.print("Look into it, in a browser or here:")
     for line in lines:
         console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)

@@ -107,5 +107,5 @@ def _run(
     console.print(table(tried, title=f"{job.harness.name} in {job.environment.name}"))
     show_checks(console, found)
     write_json(to_json(tried, found), json_file, as_json=as_json)
-    show_way_on(console, directory / "job" / "rollouts.jsonl", directory / "records", folder)
+    show_way_on(console, [directory / "job"], directory / "records", folder)
     return all(check.held for check in found)

@@ -21,22 +21,23 @@ from gym_capture.errors import ConfigError
 def test_the_last_lines_are_commands(path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also behind `make demo`, where the environment's programs are not on the PATH."""
     monkeypatch.setenv("PATH", path)
-    rows, said = tmp_path / "rollouts.jsonl", io.StringIO()
-    rows.write_text(json.dumps({"rollout_id": "demo-supplied.register-0-0.0-a1"}) + "\n")
-    show_way_on(Console(file=said, width=40), rows, tmp_path / "my records", Path("/models/a"))
-    _, browser, here = said.getvalue().splitlines()
-    records = str(tmp_path / "my records")
-    program = shutil.which(shlex.split(browser)[0])
+    said, jobs = io.StringIO(), [tmp_path / "supplied", tmp_path / "my job"]
+    jobs[1].mkdir()
+    (jobs[1] / "rollouts.jsonl").write_text(json.dumps({"rollout_id": "demo-rendered.register-0-0.0-a1"}) + "\n")
+    show_way_on(Console(file=said, width=40), jobs, tmp_path / "my records", Path("/models/a"))
+    _, *browsers, here = said.getvalue().splitlines()
+    program = shutil.which(shlex.split(here)[0])
     assert program is not None
     assert Path(program).name == "gym-capture"
-    assert shlex.split(browser)[1:] == ["ui", records, "--model", "/models/a"]
-    assert shlex.split(here)[1:4] == ["inspect", "demo-supplied.register-0-0.0-a1", records]
+    options = ["--records", str(tmp_path / "my records"), "--model", "/models/a"]
+    assert [shlex.split(line)[1:] for line in browsers] == [["ui", str(job), *options] for job in jobs]
+    assert shlex.split(here)[1:] == ["inspect", "demo-rendered.register-0-0.0-a1", str(jobs[1]), *options]
 
 
 def test_without_a_rollout_the_inspector_is_named_all_the_same(tmp_path: Path) -> None:
-    rows, said = tmp_path / "rollouts.jsonl", io.StringIO()
-    rows.touch()
-    show_way_on(Console(file=said), rows, tmp_path, tmp_path)
+    said = io.StringIO()
+    (tmp_path / "rollouts.jsonl").touch()
+    show_way_on(Console(file=said), [tmp_path], tmp_path, tmp_path)
     assert " ui " in said.getvalue().splitlines()[-1]
 
 

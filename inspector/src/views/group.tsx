@@ -29,8 +29,8 @@ export function GroupView({ group }: { group: string }) {
         <span class="muted">Group</span> {group}
       </h1>
       <p>
-        {rows.length} rollouts, mean reward {number(mean)}.{" "}
-        {spread === 0 && <b>All rewards are equal: there is nothing to learn from this group.</b>}
+        {rows.length === 1 ? "1 rollout" : `${rows.length} rollouts`}, {mean === null ? "no reward on record" : `mean reward ${number(mean)}`}.{" "}
+        {spread === 0 && rows.length > 1 && <b>All rewards are equal: there is nothing to learn from this group.</b>}
       </p>
       <div class="wide">
         <table class="plain">
@@ -66,7 +66,7 @@ export function GroupView({ group }: { group: string }) {
       </div>
       <h2>First prompts</h2>
       {data.first_prompts_equal ? (
-        <p>All are the same, id for id.</p>
+        rows.length > 1 && <p>All are the same, id for id.</p>
       ) : (
         data.differences.map((difference) => (
           <section key={difference.rollout}>

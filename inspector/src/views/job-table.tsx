@@ -1,4 +1,4 @@
-// The table of rollouts. Only the rows in sight are in the document.
+// The table of rollouts. Only the rows in sight are in the document, and only the columns in which there is something.
 import type { Columns } from "../api";
 import { count, number, time, versions } from "../format";
 import { memo } from "../hooks";
@@ -6,6 +6,7 @@ import { Rows } from "../parts/rows";
 import { State } from "../parts/small";
 import { link } from "../route";
 import type { ComponentChild } from "preact";
+import { useMemo } from "preact/hooks";
 
 interface Column {
   name: string;
@@ -45,6 +46,13 @@ const TABLE: Column[] = [
   text("finished", "finished_at", "when it was over", (c, row) => time(c.finished_at[row])),
 ]; // prettier-ignore
 
+const ALWAYS = new Set(["rollout", "state"]);
+
+function filled(columns: Columns): Column[] {
+  const said = (value: number | string | null) => value !== null && value !== "";
+  return TABLE.filter((column) => ALWAYS.has(column.name) || columns[column.sort].some(said));
+}
+
 export const SORT_KEYS: Record<string, keyof Columns> = Object.fromEntries(TABLE.map((column) => [column.name, column.sort]));
 
 function Exact({ exact, of }: { exact: number | null | undefined; of: number | null | undefined }) {
@@ -69,9 +77,10 @@ interface Props {
 const ROW = 28;
 
 export function JobTable({ columns, rows, selected, sort, down, onSort, onSelect }: Props) {
+  const table = useMemo(() => filled(columns), [columns]);
   const head = (
     <div class="job-row job-head" role="row">
-      {TABLE.map((column) => (
+      {table.map((column) => (
         <div
           key={column.name}
           class={`cell c-${column.name}${column.numeric ? " num" : ""}`}
@@ -98,13 +107,14 @@ export function JobTable({ columns, rows, selected, sort, down, onSort, onSelect
       active={rows.length ? `row-${selected}` : undefined}
       head={head}
       row={(index) => (
-        <Row columns={columns} row={rows[index] ?? 0} index={index} selected={index === selected} onSelect={onSelect} />
+        <Row table={table} columns={columns} row={rows[index] ?? 0} index={index} selected={index === selected} onSelect={onSelect} />
       )}
     />
   );
 }
 
 interface RowProps {
+  table: Column[];
   columns: Columns;
   row: number;
   index: number;
@@ -112,7 +122,7 @@ interface RowProps {
   onSelect: (index: number) => void;
 }
 
-const Row = memo(function row({ columns, row, index, selected, onSelect }: RowProps) {
+const Row = memo(function row({ table, columns, row, index, selected, onSelect }: RowProps) {
   return (
     <div
       id={`row-${index}`}
@@ -123,7 +133,7 @@ const Row = memo(function row({ columns, row, index, selected, onSelect }: RowPr
       onClick={() => onSelect(index)}
       onDblClick={() => (location.hash = link.rollout(columns.rollout[row] ?? ""))}
     >
-      {TABLE.map((column) => (
+      {table.map((column) => (
         <div key={column.name} class={`cell c-${column.name}${column.numeric ? " num" : ""}`} role="gridcell">
           {column.cell(columns, row)}
         </div>
