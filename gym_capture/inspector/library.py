@@ -169,7 +169,7 @@ class Library:
         except GymCaptureError as error:
             self._problem = str(error)
             return False
-        self._problem = None
+        self._problem = look.problem
         with self._lock:
             for rollout_id in look.gone:
                 self._table.drop(rollout_id)

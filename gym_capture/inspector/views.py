@@ -6,7 +6,7 @@ Invariant: pure. Texts pass as they are, hostile ones too: whoever shows them sh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +34,8 @@ _PREVIEW: Final = 160
 _DIGITS: Final = 6
 MOST_TOKENS: Final = 16_384
 """In one answer."""
+_MOST_OVERLAYS: Final = 32
+"""Names of annotations in one answer: those of the latest."""
 
 
 def reason_words() -> dict[str, dict[str, str]]:
@@ -235,9 +237,12 @@ def _overlays(
     if trajectory.advantage is not None:
         trained = trajectory.kinds[begin:end] == TokenKind.TRAINED
         overlays["advantage"] = np.where(trained, trajectory.advantage, np.nan)
-    for each in annotations:
-        span = trajectory.generated.get(each.call)
-        if span is None or each.note is not None:
+    said = [each for each in annotations if each.note is None and each.call in trajectory.generated]
+    names = dict.fromkeys(each.name for each in reversed(said))
+    shown = set(islice(names, _MOST_OVERLAYS))
+    for each in said:
+        span = trajectory.generated[each.call]
+        if each.name not in shown:
             continue
         values = overlays.setdefault(each.name, np.full(size, np.nan))
         if each.token is not None:
