@@ -221,8 +221,11 @@ def tokens_view(
 
 
 def _numbers(values: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> list[float | None]:
-    found = np.round(values.astype(np.float64), _DIGITS).tolist()
-    return [None if value != value else value for value in found]
+    wide = values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        found = np.round(wide, _DIGITS)
+    shown: list[float] = np.where(np.isfinite(found), found, wide).tolist()
+    return [None if value != value else value for value in shown]
 
 
 def _named(indices: np.ndarray[Any, Any], names: Sequence[str]) -> list[str | None]:

@@ -364,8 +364,8 @@ def test_a_job_of_another_version_is_refused(
     (tmp_path / "job" / "job.json").write_text(json.dumps(kept))
     assert run("rollouts", "run", "--out", "job", "--url", url, *dry_run) == (
         2,
-        f"job holds a job of another version of gym-capture: its format is {version or 1}, this one plays 2. Choose "
-        "another directory with --out; the rollouts.jsonl in it can be built as it is",
+        f"job holds a job of another version of gym-capture: its format is {version or 1}, this one plays 2. Play in "
+        "another directory; the rollouts.jsonl in it can be built as it is",
     )
 
 
