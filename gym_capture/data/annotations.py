@@ -112,7 +112,7 @@ class Annotation:
 
 
 def _check_number(name: str, value: Any) -> None:
-    is_number = isinstance(value, float) or type(value) is int and abs(value) < _MOST_INTEGER
+    is_number = isinstance(value, float) or (type(value) is int and abs(value) < _MOST_INTEGER)
     if not is_number or not math.isfinite(value):
         raise RecordError(f"{name} must be finite numbers: got {value!r:.40}", field=name)
 
@@ -177,20 +177,20 @@ class AnnotationFile:
         self._differences: dict[str, tuple[float, int]] = {}
 
     def of(self, rollout_id: str) -> list[Annotation]:
-        """Of one rollout, in the order in which they were added. Raises `ConfigError` for a file that cannot be read."""
+        """Of one rollout, in the order in which they were added. Raises `ConfigError` if the file cannot be read."""
         with self._lock:
             with self._explained():
                 self._lines.look()
             places = list(_latest(self._places.get(rollout_id, array("Q"))))
+        found: list[Annotation | None] = []
         with self._explained():
             fd = open_regular(self._path)
             try:
-                found = [_read(os.pread(fd, size, begin)) for begin, size in places]
+                found += [_read(os.pread(fd, size, begin)) for begin, size in places]
             finally:
                 os.close(fd)
-            # It may be another file by now.
-            return [each for each in found if each is not None and each.rollout == rollout_id]
-        return []
+        # It may be another file by now.
+        return [each for each in found if each is not None and each.rollout == rollout_id]
 
     def news(self) -> Mapping[str, float]:
         """Looks; the mean size of what is called `difference`, of rollouts that have such values. Raises as `of`."""

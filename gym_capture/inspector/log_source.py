@@ -1,7 +1,7 @@
 """The logs of a graph, also while it writes them.
 
-Invariant: as `stores.log_follower`: nothing is changed, no lock is taken. A shard that is new is found by the next look,
-and one that cannot be read holds up no other.
+Invariant: as `stores.log_follower`: nothing is changed, no lock is taken. A shard that is new is found by the next
+look, and one that cannot be read holds up no other.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def read_job(directory: Path) -> dict[str, Any] | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise _damaged(path, error.strerror) from None
+        raise _damaged(path, error.strerror or str(error)) from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(found, dict) or "job_id" not in found:

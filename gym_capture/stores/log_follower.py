@@ -7,8 +7,8 @@ it was cleared and begun again, or a crash had it cut back - is read from its be
 Flow: `advance` reads what was added behind the last look - some megabytes at a time, so that whoever waits sees
 something soon - and notes where the records of each rollout's highest epoch stand -> `read` freezes one rollout, as
 `log_reader` does. A batch that is half written is looked at again later. Where compaction has deleted a segment, what
-was needed of it stands in a later one already: its places are dropped, and all copies say the same facts. Bytes that are
-no records are passed over a look at a time, and count as damage once something stands behind them.
+was needed of it stands in a later one already: its places are dropped, and all copies say the same facts. Bytes that
+are no records are passed over a look at a time, and count as damage once something stands behind them.
 """
 
 from __future__ import annotations
