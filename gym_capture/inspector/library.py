@@ -223,4 +223,5 @@ class Library:
 
     def _number_of(self, since: str | None) -> int:
         name, _, number = (since or "").partition(".")
-        return int(number) if name == self._name and number.isdecimal() and len(number) < _DIGITS else 0
+        is_own = name == self._name and number.isdecimal() and len(number) < _DIGITS
+        return int(number) if is_own and int(number) >= self._table.forgotten else 0

@@ -20,9 +20,12 @@ from gym_capture.capture.operations import Complete, Drop, Register
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.data.annotations import Annotation, Annotator
 from gym_capture.inspector import app as app_module
+from gym_capture.inspector import table as table_module
 from gym_capture.inspector.app import OnlyThisHost, build_inspector
 from gym_capture.inspector.library import Library
 from gym_capture.inspector.log_source import LogSource
+from gym_capture.inspector.source import Basics
+from gym_capture.inspector.table import Table
 from gym_capture.stores.segments import lock_directory
 from tests.inspector.world import (
     HOSTILE,
@@ -118,7 +121,32 @@ def test_a_cursor_that_nobody_gave_is_none(client: TestClient) -> None:
         assert client.get("/api/rollouts", params={"since": cursor}).status_code == 200
 
 
+def test_who_has_not_seen_what_went_long_ago_begins_anew(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_MOST_GONE", 2)
+    table = Table()
+    for n in range(4):
+        table.put(Basics(rollout_id=str(n), group="g"))
+    seen = table.number
+    for n in range(4):
+        table.drop(str(n))
+    assert table.forgotten > seen
+    assert table.columns(table.forgotten)[1] == ["2", "3"]
+    assert table.group("g") == []
+    library = Library(LogSource(log))
+    library.settle()
+    cursor = library.table()["cursor"]
+    assert not library.table(cursor)["is_all"]
+    library._table.forgotten = 10**6
+    assert library.table(cursor)["is_all"]
+
+
+def workers() -> int:
+    """Threads of libraries; those of the server's pool come and go."""
+    return [each.name for each in threading.enumerate()].count("inspector")
+
+
 def test_of_many_that_ask_at_once_one_looks(log: Path) -> None:
+    before = workers()
     library = Library(LogSource(log))
     ready = threading.Barrier(8)
 
@@ -128,7 +156,7 @@ def test_of_many_that_ask_at_once_one_looks(log: Path) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(ask, range(8)))
-    assert [each.name for each in threading.enumerate()].count("inspector") == 1
+    assert workers() == before + 1
     library.close()
 
 
