@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import unicodedata
 
-__all__ = ["printable", "visible"]
-
 
 def visible(text: str) -> str:
     """Text in one line that does nothing to a terminal."""

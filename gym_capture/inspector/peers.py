@@ -71,4 +71,4 @@ def _spelt(host: str, port: int) -> Iterator[str]:
         forms.append(address.ipv4_mapped)
     for form in forms:
         words = struct.unpack(f"={len(form.packed) // 4}I", form.packed)
-        yield f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
+        yield "".join(map("{:08X}".format, words)) + f":{port:04X}"

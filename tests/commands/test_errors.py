@@ -376,7 +376,7 @@ def test_a_damaged_job(run: Run, url: str, tmp_path: Path, content: str) -> None
     code, line = run("rollouts", "run", "--out", "job", "--url", url)
     assert code == 2
     assert line.startswith("job/job.json cannot be read: ")
-    assert "--out" in line
+    assert "choose another directory" in line
 
 
 def test_a_job_directory_that_is_in_use_or_is_none(run: Run, url: str, tmp_path: Path) -> None:
