@@ -26,6 +26,7 @@ from rich.markup import escape
 
 from gym_capture.errors import GymCaptureError
 from gym_capture.extras import how_to_install
+from gym_capture.printable import printable
 
 _PROGRAM: Final = "gym-capture"
 _COMPLETE: Final = "_GYM_CAPTURE_COMPLETE"
@@ -208,7 +209,7 @@ def _listed_only() -> None:
 def _print_error(text: str) -> None:
     # Where stderr cannot be written either, the exit code still says it.
     with suppress(OSError):
-        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(text)}")
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(printable(text))}")
 
 
 def _end_without_output(error: OSError) -> NoReturn:

@@ -22,6 +22,7 @@ from rich.table import Table
 from gym_capture.build.builder import BuildOptions
 from gym_capture.build.side_calls import SideCallRules
 from gym_capture.commands.explain import HINT
+from gym_capture.printable import visible
 from gym_capture.reasons import ProblemReason
 
 if TYPE_CHECKING:
@@ -152,4 +153,4 @@ def account(built: BuildReport, out: str | Path) -> Table:
 
 
 def _warn(console: Console, message: str) -> None:
-    console.print(f"[yellow]warning:[/] {escape(message)}", soft_wrap=True, highlight=False)
+    console.print(f"[yellow]warning:[/] {escape(visible(message))}", soft_wrap=True, highlight=False)

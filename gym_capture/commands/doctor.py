@@ -22,6 +22,7 @@ from rich.table import Table
 
 from gym_capture.commands import doctor_machine as machine
 from gym_capture.commands.doctor_machine import Finding
+from gym_capture.printable import printable
 from gym_capture.stores import DEFAULT_DIRECTORY
 
 _COLORS: Final = {"ok": "green", "note": "yellow", "mend": "bold red"}
@@ -76,8 +77,10 @@ def command(
         if as_json:
             typer.echo(json.dumps(finding._asdict()))
         else:
-            todo = f"\n[{_COLORS[finding.state]}]{escape(finding.todo)}[/]" if finding.todo else ""
-            table.add_row(f"[{_COLORS[finding.state]}]{finding.state}[/]", finding.what, escape(finding.found) + todo)
+            todo = f"\n[{_COLORS[finding.state]}]{escape(printable(finding.todo))}[/]" if finding.todo else ""
+            table.add_row(
+                f"[{_COLORS[finding.state]}]{finding.state}[/]", finding.what, escape(printable(finding.found)) + todo
+            )
     if not as_json:
         Console(soft_wrap=not Console().is_terminal, highlight=False).print(table)
     if "mend" in worst:

@@ -1,12 +1,10 @@
 """The views of a rollout as a terminal shows them.
 
-Invariant: recorded text is data. What is not printable - escape sequences, marks that turn the direction of writing,
-halves of emoji - is shown as its code, so that no text of an agent does anything to a terminal.
+Invariant: recorded text is data (`gym_capture.printable`), and does nothing to a terminal.
 """
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Final, NamedTuple
@@ -17,6 +15,7 @@ from rich.text import Text
 from rich.tree import Tree
 
 from gym_capture.inspector.seen import KIND_NAMES
+from gym_capture.printable import visible
 
 _STYLES: Final = {"prompt": "dim", "trained": "green", "not_trained": "red", "inserted_close": "yellow"}
 _LINKS: Final = {"exact": "green", "rendered": "yellow", "split": "red", "none": "dim"}
@@ -49,20 +48,6 @@ def show(rollout: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]], 
     for each in trajectories:
         console.print()
         console.print(Group(*_trajectory(each, numbers, full=full)))
-
-
-def visible(text: str) -> str:
-    """Text in one line that does nothing to a terminal."""
-    return "".join(_shown(character) for character in text)
-
-
-def _shown(character: str) -> str:
-    if character == "\n":
-        return "↵"
-    if unicodedata.category(character)[0] == "C" or character in "\u2028\u2029":
-        code = ord(character)
-        return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-    return character
 
 
 # --- the tree of calls ------------------------------------------------------------------------------------------------

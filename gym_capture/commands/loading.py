@@ -12,6 +12,7 @@ from typing import Final
 
 from gym_capture.errors import ConfigError, GymCaptureError
 from gym_capture.extras import how_to_install
+from gym_capture.printable import visible
 
 _LONGEST: Final = 300
 
@@ -42,6 +43,6 @@ def explained(what: str) -> Iterator[None]:
 
 
 def one_line(text: str) -> str:
-    """White space made one space, and an end that is too long cut off."""
-    words = " ".join(text.split())
+    """White space made one space, and an end that is too long cut off. Does nothing to a terminal."""
+    words = visible(" ".join(text.split()))
     return words if len(words) <= _LONGEST else words[: _LONGEST - 3] + "..."

@@ -153,7 +153,7 @@ def check_server(url: str) -> None:
     """Raises `ConfigError` if nothing answers at `url`, or if what answers is no graph."""
     at = f"{url.rstrip('/')}/stats"
     try:
-        answer = httpx.get(at, timeout=_ANSWERS_WITHIN_S)
+        answer = httpx.get(at, timeout=_ANSWERS_WITHIN_S, trust_env=False)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
         raise ConfigError(f"--url {url} is not a URL such as http://127.0.0.1:8000: {error}") from None
     except httpx.TransportError as error:

@@ -27,6 +27,7 @@ from rich.table import Table
 
 from gym_capture.capture.records import Snapshot
 from gym_capture.errors import ConfigError, CorruptLogError, StoreUnavailableError
+from gym_capture.printable import visible
 from gym_capture.reasons import reason_name
 from gym_capture.stores import DEFAULT_DIRECTORY
 from gym_capture.stores.inspect import LogReport, read_snapshots, scan
@@ -282,7 +283,7 @@ def _print_whole(table: Table) -> None:
 def _counted(reasons: Iterable[str]) -> str:
     """Names of reasons, without what they are about."""
     counts = Counter(map(reason_name, reasons))
-    return ", ".join(name if count == 1 else f"{name} {count}x" for name, count in counts.items())
+    return visible(", ".join(name if count == 1 else f"{name} {count}x" for name, count in counts.items()))
 
 
 def _time(unix_s: float | None) -> str:
@@ -304,7 +305,7 @@ def _print_verification(console: Console, path: Path, found: Verification) -> No
         whose += [f"call {finding.call_id}"] if finding.call_id else []
         of = f" ({', '.join(whose)})" if whose else ""
         where = f"segment {finding.segment}, bytes {finding.start:,} to {finding.end:,}"
-        console.print(escape(f"    {finding.kind}: {where}: {finding.detail}{of}"))
+        console.print(escape(visible(f"    {finding.kind}: {where}: {finding.detail}{of}")))
     if found.masked_rollouts:
         shown = ", ".join(found.masked_rollouts[:10])
         more = f" and {len(found.masked_rollouts) - 10:,} more" if len(found.masked_rollouts) > 10 else ""

@@ -27,6 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from gym_capture.printable import visible
 from gym_capture.rollouts.progress import JobProgress, Snapshot
 
 _SHOWN_SLOW_S: Final = 5.0
@@ -164,7 +165,7 @@ def _rates(now: Snapshot) -> list[str]:
 
 
 def _by_reason(now: Snapshot) -> str:
-    return ", ".join(f"{reason} {count}x" for reason, count in now.failed_attempts.items())
+    return ", ".join(f"{visible(reason)} {count}x" for reason, count in now.failed_attempts.items())
 
 
 def clock(seconds: float) -> str:

@@ -24,6 +24,7 @@ from gym_capture.commands import playing
 from gym_capture.commands.loading import one_line
 from gym_capture.commands.playing import On
 from gym_capture.commands.submitted import logs, status, stop, submit
+from gym_capture.printable import printable, visible
 from gym_capture.reasons import AttemptFailure
 from gym_capture.rollouts.ledger import check_writable, look, read_job
 
@@ -188,7 +189,7 @@ async def _play(
     from gym_capture.commands.rollout_view import watching
 
     def note(text: str) -> None:
-        console.print(f"[yellow]note:[/] {escape(text)}", highlight=False, soft_wrap=True)
+        console.print(f"[yellow]note:[/] {escape(printable(text))}", highlight=False, soft_wrap=True)
 
     async with playing.playable(job, on, progress=progress, note=note) as ready, watching(progress, view):
         if build_out is None:
@@ -297,7 +298,7 @@ def summarized(summary: JobSummary, url: str) -> str:
     if summary.replayed_calls:
         parts.append(f"{summary.replayed_calls} calls were answered from the records of attempts that were cut")
     if summary.failures:
-        reasons = ", ".join(f"{reason} {count}x" for reason, count in summary.failures.most_common())
+        reasons = ", ".join(f"{visible(reason)} {count}x" for reason, count in summary.failures.most_common())
         parts.append(f"failed attempts: {reasons}")
     first = next((row for row in summary.rows if row.status == "failed"), None)
     if first is not None:

@@ -30,7 +30,7 @@ from gym_capture.auth import Keyring
 from gym_capture.cluster.env import CLUSTER_ENV
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.job_files import overridden
-from gym_capture.commands.loading import explained
+from gym_capture.commands.loading import explained, one_line
 from gym_capture.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ _STARTING: Final = "Ray Serve starts, vLLM loads the model: about a minute for a
 _POLL_S: Final = 0.5
 _CPU_CACHE_GIB: Final = "1"
 _SMALL: Final = ("smollm2", "tiny")
+_CLAIM: Final = "gym-capture-serve"
 
 
 def command(
@@ -223,6 +224,8 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
         if fit:
             _fit(_graph_args(served, None))
         _check_idle()
+        claim = _claimed()
+        _check_idle()  # what another one deployed before it was told
         phases = Phases(console)
         console.print(f"all that Ray and the engine say: {directory}/serve.log")
         with ExitStack() as stack:
@@ -235,6 +238,10 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                     address=address,
                     directory=directory,
                     on_wait=phase.note,
+                    on_failure=lambda text: console.print(
+                        f"[yellow]warning:[/] it failed to start, and Serve tries again: {escape(one_line(text))} "
+                        f"({directory}/serve.log; Ctrl-C ends it)"
+                    ),
                     timeout_s=timeout_s,
                     is_shared=True,
                 )
@@ -248,6 +255,7 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                 _wait(running)
             finally:
                 console.print("ending: half a minute at most; the records stay")
+        del claim
 
 
 def _wait(running: Served) -> None:
@@ -316,6 +324,22 @@ def _check_idle() -> None:
             f"Serve runs {', '.join(there)} on this Ray cluster, and would end it for this one: `serve shutdown -y` "
             "first"
         )
+
+
+def _claimed() -> object:
+    """The right to deploy on this cluster, as long as the result and this process live: of two commands that find
+    nothing there at the same moment one goes on. Raises `ConfigError` for the other."""
+    import ray
+
+    class Claim:
+        pass
+
+    try:
+        return ray.remote(num_cpus=0)(Claim).options(name=_CLAIM, namespace=_CLAIM).remote()
+    except ValueError:
+        raise ConfigError(
+            "another `gym-capture serve` has begun on this Ray cluster: wait for it, or name another --ray-address"
+        ) from None
 
 
 def _fit(args: dict[str, Any]) -> None:

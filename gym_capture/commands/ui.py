@@ -34,6 +34,9 @@ def command(
     ] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = _PORT,
     host: Annotated[str, typer.Option(help="Address to listen at, and the name by which to ask for it.")] = "127.0.0.1",
+    any_user: Annotated[
+        bool, typer.Option("--any-user", help="Answer other users of this machine, too, and proxies that run as such.")
+    ] = False,
     open_: Annotated[bool, typer.Option("--open/--no-open", help="Open a browser.")] = True,
     model: Annotated[
         Path | None,
@@ -81,6 +84,6 @@ def command(
             console.print(f"{escape(said)}\n[bold]{url}[/] (Ctrl-C ends it)")
             if open_:
                 webbrowser.open(url)
-            serve(app, listener, host=host)
+            serve(app, listener, host=host, any_user=any_user)
     finally:
         close()

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ _RECORDS: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
 _INTENTS: Final = ".tokens.intents"
 _STATE: Final = ".tokens.state.json"
+_HALVES: Final = re.compile("[\ud800-\udfff]")
 _DIGEST_TAG: Final = b"nemo-gym-tokens"
 _DIGESTED: Final = np.dtype(">u8")
 _ID_BYTES: Final = 4
@@ -163,8 +165,9 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
 
 
 def shown_id(rollout_id: str) -> str:
-    """A file may be called anything; what it is called by here can be written as text."""
-    return os.fsencode(rollout_id).decode(errors="replace")
+    """A file may be called anything, and a group by halves of characters; what it is called by here can be written as
+    text."""
+    return _HALVES.sub("\ufffd", rollout_id)
 
 
 def gym_digest(ids: IdArray) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import shutil
 import signal
 import sys
@@ -42,6 +43,8 @@ _POLL_S: Final = 0.5
 _STEADY_ANSWERS: Final = 20
 _SHOWN_LINES: Final = 6
 _REPLICA_PORTS: Final = 100
+_FAILED: Final = re.compile("failed to start", re.IGNORECASE)
+"""In what Serve says of a deployment of which it starts a replica again."""
 _OBJECT_STORE_BYTES: Final = 256 * 2**20
 
 
@@ -145,10 +148,12 @@ def serving(
     on_wait: Callable[[str], None],
     timeout_s: float = _READY_WITHIN_S,
     is_shared: bool = False,
+    on_failure: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Served]:
     """Serves a Serve config for the length of the block, and yields once it is ready. Raises as `served_graph`.
 
-    `is_shared`: others may deploy applications of theirs on the cluster, which then stay.
+    `is_shared`: others may deploy applications of theirs on the cluster, which then stay. `on_failure`: is told of
+    replicas that fail to start; Serve tries a few times more, and may wait minutes before it says that it gives up.
     """
     directory.mkdir(parents=True, exist_ok=True)
     file, log = directory / "serve.yaml", directory / "serve.log"
@@ -157,7 +162,7 @@ def serving(
     child = children.start(command, log=log)
     url = local_url(config)
     try:
-        _wait_ready(child, url, on_wait, timeout_s)
+        _wait_ready(child, url, on_wait, timeout_s, on_failure)
         yield Served(url, child)
     finally:
         own = {str(each.get("name", _APPLICATION)) for each in config["applications"]}
@@ -203,8 +208,11 @@ async def grammar_calls_of(rollout_ids: Sequence[str], *, namespace: str) -> fro
     )
 
 
-def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None], timeout_s: float) -> None:
+def _wait_ready(
+    child: Child, url: str, on_wait: Callable[[str], None], timeout_s: float, on_failure: Callable[[str], None]
+) -> None:
     deadline = time.monotonic() + timeout_s
+    told: set[str] = set()
     answers = 0
     while time.monotonic() < deadline:
         if child.ended() is not None:
@@ -220,6 +228,9 @@ def _wait_ready(child: Child, url: str, on_wait: Callable[[str], None], timeout_
             return
         if not answered:
             on_wait(_deployment_state(child))
+            for failure in set(_failures()) - told:
+                told.add(failure)
+                on_failure(failure)
         time.sleep(_POLL_S if not answered else _POLL_S / 5)
     raise EngineError(f"not ready after {timeout_s:g} s; the end of {child.log}:\n{child.log_tail()}")
 
@@ -233,3 +244,12 @@ def _deployment_state(child: Child) -> str:
             raise ConfigError(f"{name} failed to deploy, all of it in {child.log}:\n" + "\n".join(ends))
         return str(application.status.value).lower()
     return "starting Serve"
+
+
+def _failures() -> Iterator[str]:
+    """Of replicas that failed to start and that Serve starts again: the last line of why, in its words."""
+    for application in serve.status().applications.values():
+        for deployment in application.deployments.values():
+            lines = deployment.message.strip().splitlines()
+            if application.status == "DEPLOYING" and _FAILED.search(deployment.message):
+                yield lines[-1].strip()

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import secrets
 import signal
 import socket
@@ -28,6 +29,7 @@ import psutil
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _KILL_S: Final = 20.0
 _TAIL_BYTES: Final = 4_000
+_COLORS: Final = re.compile("\x1b\\[[0-9;]*m")
 _PORTS: Final = range(20_000, 30_000)
 """Above those of Ray's workers, below those that the system gives to outgoing connections: either would take a port
 between the moment when it is found free and the one when a server is up."""
@@ -65,7 +67,7 @@ class Child:
         """The end of what it wrote."""
         with self.log.open("rb") as file:
             file.seek(max(0, self.log.stat().st_size - _TAIL_BYTES))
-            return file.read().decode("utf-8", errors="replace").strip()
+            return _COLORS.sub("", file.read().decode("utf-8", errors="replace")).strip()
 
 
 class ChildProcesses:

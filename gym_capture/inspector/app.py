@@ -10,6 +10,7 @@ server's pool, and one that reads a large rollout holds up nobody.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
@@ -54,6 +55,11 @@ _MOST_HITS: Final = 1_000
 _MOST_IN_GROUP: Final = 256
 """Rollouts of a group that are read; of others the table tells."""
 _SEARCH_S: Final = 3.0
+_MOST_SEARCHES: Final = 4
+"""That wait for another one; each holds a thread."""
+_MOST_INTEGER: Final = 1 << 53
+_OTHER_HOST: Final = 421
+"""Not 403: no token helps."""
 _HEADERS: Final = {
     "content-security-policy": "default-src 'self'; frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
     "x-content-type-options": "nosniff",
@@ -158,6 +164,7 @@ class _Guard:
 
         if path.startswith("/api"):
             try:
+                _check_not_elsewhere(Headers(scope=scope))
                 self._admit(Headers(scope=scope))
             except AuthenticationError as error:
                 await error_response(403 if error.forbidden else 401, error.message)(scope, receive, guarded)
@@ -182,7 +189,7 @@ class OnlyThisHost:
                 name = None
             if name not in self._hosts:
                 message = f"this server is not {asked[:200]!r}: ask for it as it was started, or name that with --host"
-                await error_response(403, message)(scope, receive, send)
+                await error_response(_OTHER_HOST, message)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -195,6 +202,7 @@ class _Api:
         self._vocabulary = vocabulary
         self._search_s = search_s
         self._searching = threading.Lock()
+        self._searches = threading.BoundedSemaphore(_MOST_SEARCHES)
         directory = library.source.directory
         self._notes = None if directory is None else AnnotationFile(directory)
         self._annotator = None if directory is None else Annotator(directory)
@@ -220,13 +228,22 @@ class _Api:
         )
 
     def rollouts(self, since: str | None = None) -> Response:
+        problem = self._measure()
+        found = self._library.rollouts(since)
+        return _json(found if found["problem"] is not None else found | {"problem": problem})
+
+    def _measure(self) -> str | None:
+        """Takes over what a trainer measured; why it cannot. The table is shown all the same."""
         if self._notes is not None:
-            for rollout_id, difference in self._notes.news().items():
-                self._library.measured(rollout_id, difference)
-        return _json(self._library.rollouts(since))
+            try:
+                for rollout_id, difference in self._notes.news().items():
+                    self._library.measured(rollout_id, difference)
+            except ConfigError as error:
+                return str(error)
+        return None
 
     def series(self) -> Response:
-        steps = self._library.source.steps()
+        steps = [step for step in self._library.source.steps() if _is_number(step["step"])]
         names = dict.fromkeys(name for step in steps for name, value in step.items() if _is_number(value))
         return _json(
             {
@@ -288,20 +305,26 @@ class _Api:
         return _json(views.tokens_view(trajectory, begin, end, self._vocabulary, said))
 
     def search(self, q: str, where: Where = "text", limit: int = 50, after: str | None = None) -> Response:
-        with self._searching:  # one at a time: each reads as much as it can
-            found = search(
-                self._library,
-                q,
-                where,
-                self._vocabulary,
-                limit=min(max(limit, 1), _MOST_HITS),
-                seconds=self._search_s,
-                after=after,
-            )
+        if not self._searches.acquire(blocking=False):
+            raise StoreUnavailableError("others search here already: try again in some seconds")
+        try:
+            with self._searching:  # one at a time: each reads as much as it can
+                found = search(
+                    self._library,
+                    q,
+                    where,
+                    self._vocabulary,
+                    limit=min(max(limit, 1), _MOST_HITS),
+                    seconds=self._search_s,
+                    after=after,
+                )
+        finally:
+            self._searches.release()
         return _json(found)
 
     def annotations(self, rollout: str) -> Response:
-        return _json({"annotations": _dicts(self._annotations(check_rollout_id(rollout)))})
+        check_rollout_id(rollout)
+        return _json({"annotations": [] if self._notes is None else _dicts(self._notes.of(rollout))})
 
     async def annotate(self, request: Request) -> Response:
         _check_own_page(request.headers)
@@ -333,7 +356,11 @@ class _Api:
         self._annotator.add([annotation])
 
     def _annotations(self, rollout: str) -> list[Annotation]:
-        return [] if self._notes is None else self._notes.of(rollout)
+        """None of a file that cannot be read: the table says so, and what is on record is shown."""
+        try:
+            return [] if self._notes is None else self._notes.of(rollout)
+        except ConfigError:
+            return []
 
     def _seen(self, rollout: str) -> SeenRollout:
         check_rollout_id(rollout)
@@ -354,7 +381,9 @@ def _dicts(annotations: list[Annotation]) -> list[dict[str, Any]]:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    if type(value) is int:
+        return abs(value) < _MOST_INTEGER
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _check_own_page(headers: Headers) -> None:
@@ -363,10 +392,14 @@ def _check_own_page(headers: Headers) -> None:
         raise InvalidRequestError(f"send it as {_JSON}")
     origin = headers.get("origin")
     here = headers.get("host", "")
-    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none") or (
-        origin is not None and origin not in (f"http://{here}", f"https://{here}")
-    ):
+    if origin is not None and origin not in (f"http://{here}", f"https://{here}"):
         raise AuthenticationError("annotations are taken from this server's own page", forbidden=True)
+
+
+def _check_not_elsewhere(headers: Headers) -> None:
+    """Raises if a browser says that a page of elsewhere asks: it could not read the answer, but have it made."""
+    if headers.get("sec-fetch-site", "same-origin") not in ("same-origin", "none"):
+        raise AuthenticationError("this is answered to this server's own page", forbidden=True)
 
 
 async def _body(request: Request) -> bytes:

@@ -24,9 +24,9 @@ _KNOWN: Final = (
 
 def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | None = None) -> Source:
     """Opens what a path leads to. `records`: of a job, where the graph keeps them. Raises `ConfigError`."""
-    if not path.exists():
-        raise ConfigError(f"there is no {path}")
     try:
+        if not path.exists():
+            raise ConfigError(f"there is no {path}")
         if (path / JOB_FILE).is_file():
             from gym_capture.inspector.job_source import JobSource
 
@@ -49,4 +49,6 @@ def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | N
                 return GymSource(path, options)
     except PermissionError as error:
         raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
+    except OSError as error:
+        raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
     raise ConfigError(f"{path} holds nothing to look into: name a directory with {_KNOWN}")

@@ -9,11 +9,14 @@ Flow: lines that were added to the ledger -> `Basics`; the other sources add wha
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from gym_capture.data.added_lines import AddedLines
 from gym_capture.errors import GymCaptureError
 from gym_capture.inspector.log_source import is_locked
 from gym_capture.inspector.parquet_source import ParquetSource, parquet_files
@@ -24,8 +27,11 @@ from gym_capture.regular_files import open_regular
 from gym_capture.rollouts.ledger import ATTEMPTS_FILE, FAILURES_FILE, ROWS_FILE, read_job
 
 METRICS_FILE: Final = "metrics.jsonl"
-_READ_BYTES: Final = 1 << 20
+_LONGEST_LINE: Final = 32 << 20
+_MOST_TEXT: Final = 400
+"""Characters of what a row of the table says."""
 _MOST_STEPS_BYTES: Final = 64 * 2**20
+_MOST_INTEGER: Final = 1 << 63
 
 
 class JobSource(Source):
@@ -70,7 +76,7 @@ class JobSource(Source):
     def look(self) -> Look:
         changed: dict[str, Basics] = {}
         is_live = self.is_live
-        attempts, rows, failures = (list(each.new()) for each in (self._attempts, self._rows, self._failures))
+        attempts, rows, failures = (each.new() for each in (self._attempts, self._rows, self._failures))
         self._playing |= {row["rollout_id"]: row for row in attempts}
         for row in (*failures, *rows):
             self._playing.pop(row["rollout_id"], None)
@@ -82,18 +88,20 @@ class JobSource(Source):
             if self._known.get(rollout_id) != now:
                 self._known[rollout_id] = changed[rollout_id] = now
         is_more = False
+        problem: str | None = None
         others: list[Basics] = []
         for source in (self._built_now(), self._records):
             if source is not None:
                 look = source.look()
                 is_more = is_more or look.is_more
+                problem = problem or look.problem
                 others += [each for each in look.changed if self._is_own(each.rollout_id)]
         # What the ledger says comes last, and stands.
         self._known |= changed
         stands = [self._known[each.rollout_id] for each in others if each.rollout_id in self._known]
         # Of attempts that failed only the one that counts is shown: the one that has a row.
         gone = [row["rollout_id"] for row in failures if row["rollout_id"] not in self._over]
-        return Look(changed=[*others, *changed.values(), *stands], gone=gone, is_more=is_more)
+        return Look(changed=[*others, *changed.values(), *stands], gone=gone, is_more=is_more, problem=problem)
 
     def _is_own(self, rollout_id: str) -> bool:
         return rollout_id in self._known or rollout_id in self._playing
@@ -146,32 +154,23 @@ def steps_in(directory: Path) -> list[dict[str, Any]]:
 
 
 class _Lines:
-    """Lines of JSON that were added to a file behind the last look; all of it if it is another one."""
+    """Rows that were added to a file behind the last look; all of it if it is another one."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = 0
-        self._end = 0
+        self._found: list[dict[str, Any]] = []
+        self._lines = AddedLines(path, self._note, longest=_LONGEST_LINE, begin_again=self._found.clear)
 
-    def new(self) -> Iterator[dict[str, Any]]:
-        try:
-            fd = open_regular(self._path)
-        except OSError:
-            return
-        try:
-            status = os.fstat(fd)
-            if status.st_ino != self._inode or status.st_size < self._end:
-                self._inode, self._end = status.st_ino, 0
-            rest = b""
-            while data := os.pread(fd, _READ_BYTES, self._end + len(rest)):
-                *lines, rest = (rest + data).split(b"\n")
-                for line in lines:
-                    self._end += len(line) + 1
-                    found = _object(line)
-                    if found is not None and isinstance(found.get("rollout_id"), str):
-                        yield found
-        finally:
-            os.close(fd)
+    def new(self) -> list[dict[str, Any]]:
+        with suppress(OSError):
+            self._lines.look()
+        found = self._found[:]
+        self._found.clear()
+        return found
+
+    def _note(self, begin: int, line: bytes) -> None:
+        found = _object(line)
+        if found is not None and isinstance(found.get("rollout_id"), str):
+            self._found.append(found)
 
 
 def _object(line: bytes) -> dict[str, Any] | None:
@@ -202,7 +201,7 @@ def _basics(row: Mapping[str, Any], harness: str | None) -> Basics:
     said = row.get("recorded")
     recorded: Mapping[str, Any] = said if isinstance(said, Mapping) else {}
     is_failed = row.get("status") == State.FAILED
-    reason = join_reason(MaskReason.INCOMPLETE, str(row.get("error") or AttemptFailure.FAILED)) if is_failed else None
+    reason = join_reason(MaskReason.INCOMPLETE, _text(row.get("error")) or AttemptFailure.FAILED) if is_failed else None
     return Basics(
         rollout_id=row["rollout_id"],
         group=_text(row.get("group_id")),
@@ -237,12 +236,14 @@ def _playing(row: Mapping[str, Any], harness: str | None, state: State) -> Basic
 
 
 def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
+    return value[:_MOST_TEXT] if isinstance(value, str) else None
 
 
 def _whole(value: object) -> int | None:
-    return value if type(value) is int else None
+    return value if type(value) is int and abs(value) < _MOST_INTEGER else None
 
 
 def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    if type(value) is int:
+        return float(value) if abs(value) < _MOST_INTEGER else None
+    return value if isinstance(value, float) and math.isfinite(value) else None

@@ -169,7 +169,7 @@ class Library:
         except GymCaptureError as error:
             self._problem = str(error)
             return False
-        self._problem = None
+        self._problem = look.problem
         with self._lock:
             for rollout_id in look.gone:
                 self._table.drop(rollout_id)
@@ -223,4 +223,5 @@ class Library:
 
     def _number_of(self, since: str | None) -> int:
         name, _, number = (since or "").partition(".")
-        return int(number) if name == self._name and number.isdecimal() and len(number) < _DIGITS else 0
+        is_own = name == self._name and number.isdecimal() and len(number) < _DIGITS
+        return int(number) if is_own and int(number) >= self._table.forgotten else 0

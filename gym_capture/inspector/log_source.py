@@ -1,6 +1,7 @@
 """The logs of a graph, also while it writes them.
 
-Invariant: as `stores.log_follower`: nothing is changed, no lock is taken.
+Invariant: as `stores.log_follower`: nothing is changed, no lock is taken. A shard that is new is found by the next
+look, and one that cannot be read holds up no other.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import Final
 from gym_capture.capture.outcomes import Outcome
 from gym_capture.capture.records import Snapshot
 from gym_capture.data.advantages import reward_problems
-from gym_capture.data.log_directories import log_directories
+from gym_capture.data.log_directories import holds_logs, log_directories
+from gym_capture.errors import GymCaptureError
 from gym_capture.inspector.from_records import see_records
 from gym_capture.inspector.seen import SeenRollout
 from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source, State
@@ -53,19 +55,29 @@ class LogSource(Source):
         is_live = self.is_live
         # What was under way is not any more, or may be again.
         all_changed, self._was_live = is_live != self._was_live, is_live
+        self._find_new()
         changed: list[Basics] = []
         gone: list[str] = []
+        problem: str | None = None
         is_more = False
         for log in self._logs:
-            is_more = log.advance() or is_more
+            try:
+                is_more = log.advance() or is_more
+            except GymCaptureError as error:
+                problem = str(error)
             news = log.news()
-            for rollout_id in list(log.rollouts) if all_changed else news:
-                rollout = log.rollouts[rollout_id]
-                if rollout.places or rollout.masking:
+            for rollout_id in dict.fromkeys([*news, *log.rollouts]) if all_changed else news:
+                rollout = log.rollouts.get(rollout_id)
+                if rollout is not None and (rollout.places or rollout.masking):
                     changed.append(_basics(rollout_id, rollout, is_live=is_live))
                 else:
                     gone.append(rollout_id)
-        return Look(changed=changed, gone=gone, is_more=is_more)
+        return Look(changed=changed, gone=gone, is_more=is_more, problem=problem)
+
+    def _find_new(self) -> None:
+        assert self.directory is not None
+        known = {log.directory for log in self._logs}
+        self._logs += [LogFollower(path) for path in holds_logs(self.directory) if path not in known]
 
     def read(self, rollout_id: str) -> SeenRollout | None:
         for log in self._logs:

@@ -1,7 +1,7 @@
 """The inspector as a server of its own, on this machine.
 
-Invariant: it ends with Ctrl-C, at once, and leaves nothing. By default only this machine reaches it, and only under its
-own name.
+Invariant: it ends with Ctrl-C, at once, and leaves nothing. By default only this machine reaches it, only under its own
+name, and only its user.
 
 Flow: `listening` takes the port, so that it is known, and what is in the way is said, before anything is served ->
 `serve` runs until it is interrupted.
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp
 
 from gym_capture.errors import ConfigError
 from gym_capture.inspector.app import OnlyThisHost
+from gym_capture.inspector.peers import OnlyThisUser
 
 LOOPBACK: Final = ("127.0.0.1", "localhost", "::1")
 _BACKLOG: Final = 128
@@ -33,10 +34,18 @@ def listening(host: str, port: int) -> socket.socket:
         ) from None
 
 
-def serve(app: ASGIApp, listener: socket.socket, *, host: str) -> None:
+def serve(app: ASGIApp, listener: socket.socket, *, host: str, any_user: bool = False) -> None:
     """Until Ctrl-C."""
-    guarded = OnlyThisHost(app, {host.lower(), *LOOPBACK})
-    config = uvicorn.Config(guarded, log_level="warning", access_log=False, timeout_graceful_shutdown=1, ws="none")
+    guarded: ASGIApp = OnlyThisHost(app, {host.lower(), *LOOPBACK})
+    config = uvicorn.Config(
+        guarded if any_user else OnlyThisUser(guarded),
+        log_level="warning",
+        access_log=False,
+        timeout_graceful_shutdown=1,
+        ws="none",
+        loop="asyncio",  # uvloop prints a trace where a browser left before its answer
+        proxy_headers=False,  # the other end is who it is, whatever it says
+    )
     uvicorn.Server(config).run(sockets=[listener])
 
 

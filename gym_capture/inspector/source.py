@@ -60,6 +60,8 @@ class Look:
     """Rollouts that were consumed, or cleared."""
     is_more: bool = False
     """Whether another look would find more that is there already."""
+    problem: str | None = None
+    """Why not all of it could be looked at."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,6 +52,7 @@ class Row:
 
 QUIET_S: Final = 3.0
 """A rollout that grows is read again once nothing was new in it for so long: each reading costs all of it."""
+_MOST_GONE: Final = 100_000
 _MOST_DIGITS: Final = 18
 """A weight version of more is a name, and no number."""
 _NOT_COLUMNS: Final = ("number", "version", "is_filled")
@@ -67,6 +68,8 @@ class Table:
         """When to read a rollout: at once if it is over, else when it has been quiet for a while."""
         self.number = 0
         self._gone: dict[str, int] = {}
+        self.forgotten = 0
+        """Of what went until this number nothing is known any more: whoever has not seen that begins anew."""
         self._groups: dict[str, dict[str, None]] = {}
 
     def put(self, basics: Basics, now: float = 0.0) -> None:
@@ -83,7 +86,7 @@ class Table:
         row.group = row.group or row.rollout
         if before != row.group:
             if before is not None:
-                self._groups[before].pop(row.rollout, None)
+                self._leave(before, row.rollout)
             self._groups.setdefault(row.group, {})[row.rollout] = None
         row.is_filled = False
         self._due[row.rollout] = now + (QUIET_S if row.state == State.LIVE else 0.0)
@@ -136,9 +139,16 @@ class Table:
         if row is not None:
             self.number += 1
             self._gone[rollout_id] = self.number
+            if len(self._gone) > _MOST_GONE:
+                self.forgotten = self._gone.pop(next(iter(self._gone)))
             self._due.pop(rollout_id, None)
             if row.group is not None:
-                self._groups[row.group].pop(rollout_id, None)
+                self._leave(row.group, rollout_id)
+
+    def _leave(self, group: str, rollout_id: str) -> None:
+        self._groups[group].pop(rollout_id, None)
+        if not self._groups[group]:
+            del self._groups[group]
 
     def group(self, group: str) -> Sequence[Row]:
         """Its rollouts, by their samples."""

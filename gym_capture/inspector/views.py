@@ -6,7 +6,7 @@ Invariant: pure. Texts pass as they are, hostile ones too: whoever shows them sh
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any, Final
 
 import numpy as np
@@ -34,6 +34,8 @@ _PREVIEW: Final = 160
 _DIGITS: Final = 6
 MOST_TOKENS: Final = 16_384
 """In one answer."""
+_MOST_OVERLAYS: Final = 32
+"""Names of annotations in one answer: those of the latest."""
 
 
 def reason_words() -> dict[str, dict[str, str]]:
@@ -219,8 +221,11 @@ def tokens_view(
 
 
 def _numbers(values: np.ndarray[Any, np.dtype[np.floating[Any]]]) -> list[float | None]:
-    found = np.round(values.astype(np.float64), _DIGITS).tolist()
-    return [None if value != value else value for value in found]
+    wide = values.astype(np.float64)
+    with np.errstate(over="ignore"):
+        found = np.round(wide, _DIGITS)
+    shown: list[float] = np.where(np.isfinite(found), found, wide).tolist()
+    return [None if value != value else value for value in shown]
 
 
 def _named(indices: np.ndarray[Any, Any], names: Sequence[str]) -> list[str | None]:
@@ -235,9 +240,12 @@ def _overlays(
     if trajectory.advantage is not None:
         trained = trajectory.kinds[begin:end] == TokenKind.TRAINED
         overlays["advantage"] = np.where(trained, trajectory.advantage, np.nan)
-    for each in annotations:
-        span = trajectory.generated.get(each.call)
-        if span is None or each.note is not None:
+    said = [each for each in annotations if each.note is None and each.call in trajectory.generated]
+    names = dict.fromkeys(each.name for each in reversed(said))
+    shown = set(islice(names, _MOST_OVERLAYS))
+    for each in said:
+        span = trajectory.generated[each.call]
+        if each.name not in shown:
             continue
         values = overlays.setdefault(each.name, np.full(size, np.nan))
         if each.token is not None:

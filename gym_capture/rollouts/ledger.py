@@ -28,6 +28,7 @@ from typing import IO, Any, Final, Literal, NamedTuple, Self, TypeAlias, TypeVar
 from gym_capture.durable_files import replace_file, sync_directory
 from gym_capture.errors import ConfigError, RecordError
 from gym_capture.reasons import AttemptFailure
+from gym_capture.regular_files import read_regular
 
 _Row = TypeVar("_Row", "RolloutRow", "AttemptRow", "FailureRow")
 
@@ -346,9 +347,11 @@ def read_job(directory: Path) -> dict[str, Any] | None:
     """
     path = directory / _JOB_FILE
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(read_regular(path))
     except (FileNotFoundError, NotADirectoryError):
         return None
+    except OSError as error:
+        raise _damaged(path, error.strerror or str(error)) from None
     except (ValueError, RecursionError) as error:
         raise _damaged(path, str(error)) from None
     if not isinstance(found, dict) or "job_id" not in found:
@@ -357,7 +360,7 @@ def read_job(directory: Path) -> dict[str, Any] | None:
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"{directory} holds a job of another version of gym-capture: its format is {version}, this one plays "
-            f"{FORMAT_VERSION}. Choose another directory with --out; the {ROWS_FILE} in it can be built as it is"
+            f"{FORMAT_VERSION}. Play in another directory; the {ROWS_FILE} in it can be built as it is"
         )
     return found
 
@@ -368,7 +371,7 @@ def _cut(text: str) -> str:
 
 def _damaged(path: Path, why: str) -> RecordError:
     return RecordError(
-        f"{path} cannot be read: {why}. Choose another directory with --out, or remove that one", field=path.name
+        f"{path} cannot be read: {why}. To play there again, remove it, or choose another directory", field=path.name
     )
 
 

@@ -89,7 +89,7 @@ class Outage:
 @asynccontextmanager
 async def asking(url: str) -> AsyncIterator[IsWell]:
     """Asks the graph at `url` (scheme, host and port) whether it is well."""
-    async with httpx.AsyncClient(timeout=_ANSWERS_WITHIN_S) as client:
+    async with httpx.AsyncClient(timeout=_ANSWERS_WITHIN_S, trust_env=False) as client:
 
         async def is_well() -> bool:
             try:

@@ -50,11 +50,14 @@ class OutgrownContext:
             return outcome
         return replace(completed, truncated=True, failed_call=account.calls + 1)
 
+    def _client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(verify=self._tls, timeout=None, trust_env=False)
+
     async def _account(self, endpoint: Endpoint) -> _Account | None:
         url = f"{endpoint.base_url.removesuffix('/v1')}/outgrown"
         headers = {"Authorization": f"Bearer {endpoint.api_key}"}
         try:
-            async with asyncio.timeout(_ANSWER_WITHIN_S), httpx.AsyncClient(verify=self._tls, timeout=None) as client:
+            async with asyncio.timeout(_ANSWER_WITHIN_S), self._client() as client:
                 return _Account.model_validate_json((await client.get(url, headers=headers)).content)
         except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValidationError):  # no graph, or an older one
             return None

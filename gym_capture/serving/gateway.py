@@ -41,6 +41,7 @@ from gym_capture.errors import (
     RequestTooLargeError,
     RetiredRolloutError,
 )
+from gym_capture.serving.browsers import NotFromElsewhere
 from gym_capture.serving.call import CallInFlight
 from gym_capture.serving.call_service import CallService, unknown_model
 from gym_capture.serving.errors import classify, no_route
@@ -85,6 +86,7 @@ def build_gateway(
             "no secret_file is configured: anybody who reaches this server may call the model as any rollout"
         )
     app = FastAPI(title="gym-capture", docs_url=None, redoc_url=None)
+    app.add_middleware(NotFromElsewhere)
     edge = _Edge(
         service,
         calls=calls,

@@ -1,12 +1,14 @@
 """An index of a log directory that is kept up while a store writes to it: what an inspector looks into.
 
 Invariant: nothing in the directory is changed and no lock is taken. What is shown of a rollout was durable at some
-moment. Memory holds 24 bytes for each record, and what one look reads.
+moment. Memory holds 24 bytes for each record, and what one look reads. A log that is not the one of the look before -
+it was cleared and begun again, or a crash had it cut back - is read from its beginning.
 
 Flow: `advance` reads what was added behind the last look - some megabytes at a time, so that whoever waits sees
 something soon - and notes where the records of each rollout's highest epoch stand -> `read` freezes one rollout, as
 `log_reader` does. A batch that is half written is looked at again later. Where compaction has deleted a segment, what
-was needed of it stands in a later one already: its places are dropped, and all copies say the same facts.
+was needed of it stands in a later one already: its places are dropped, and all copies say the same facts. Bytes that
+are no records are passed over a look at a time, and count as damage once something stands behind them.
 """
 
 from __future__ import annotations
@@ -45,6 +47,9 @@ _PLACE: Final = 3
 """Numbers of a place: segment, offset, size."""
 _LOOK_BYTES: Final = 8 << 20
 """Read in one look, but for a record that is longer."""
+_LONGEST_RECORD: Final = 1 << 30
+_LONGEST_HEAD: Final = 1 << 17
+"""A head with its key takes less."""
 _COMMITTED: Final = 1 << 62
 """Set in the size of a call's record."""
 
@@ -74,11 +79,32 @@ class Frozen(NamedTuple):
     """When its calls began, in Unix seconds."""
 
 
+class _State(NamedTuple):
+    """Of a file: another one, or one that was written to, has another."""
+
+    inode: int
+    size: int
+    changed_ns: int
+
+
 @dataclass(slots=True)
 class _Segment:
     header: SegmentHeader
     end: int
-    """Where the next look begins."""
+    """Behind the last record that was noted."""
+    scanned: int
+    """Where the next look begins: from `end` to here nothing can be read."""
+    seen: _State | None = None
+    """At a look that came to the end of the file."""
+
+
+class _Look(NamedTuple):
+    """What a look found behind the `end` of a segment; places count from there."""
+
+    found: list[Frame | Damage]
+    scanned: int
+    is_cut: bool
+    """Whether there is more behind it."""
 
 
 class LogFollower:
@@ -122,10 +148,14 @@ class LogFollower:
             if gone:
                 self._forget(gone)
             for number in numbers:
-                if self._read_on(number, is_last=number == numbers[-1]):
+                try:
+                    is_more = self._read_on(number, is_last=number == numbers[-1])
+                except FileNotFoundError:
+                    if number in segment_numbers(self.directory):
+                        raise  # a link that leads nowhere
+                    return True  # compacted while it was looked at
+                if is_more:
                     return True
-        except FileNotFoundError:  # compacted while it was looked at
-            return True
         except OSError as error:
             raise StoreUnavailableError(f"the log directory {self.directory} cannot be read: {error}") from error
         return False
@@ -168,26 +198,42 @@ class LogFollower:
         """Whether there was anything new in the segment."""
         path = segment_path(self.directory, number)
         known = self._segments.get(number)
-        if known is not None and path.stat().st_size <= known.end:
+        state = _state(path.stat())
+        if known is not None and known.seen == state and (is_last or known.end >= state.size):
             return False
         fd = open_regular(path)
         try:
-            header = known.header if known else read_segment_header(os.pread(fd, SEGMENT_HEADER_BYTES, 0))
-            if header is None:
-                if is_last:
-                    return False  # just made
-                self._damaged(number, Damage(0, os.fstat(fd).st_size))
-                self._segments[number] = _Segment(SegmentHeader(0, 0), os.fstat(fd).st_size)
+            state = _state(os.fstat(fd))
+            found = read_segment_header(os.pread(fd, SEGMENT_HEADER_BYTES, 0))
+            if found is None and is_last and known is None:
+                return False  # just made
+            header = found or SegmentHeader(0, 0)
+            if known is not None and (header != known.header or state.size < known.scanned):
+                self._begin_again()
                 return True
-            begin = known.end if known else SEGMENT_HEADER_BYTES
-            found = _read_some(fd, begin, header, is_last=is_last)
+            if known is None:
+                begin = SEGMENT_HEADER_BYTES if found else state.size
+                known = self._segments[number] = _Segment(header, begin, begin)
+                self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
+                if found is None:
+                    self._damaged(number, Damage(0, state.size))
+                    return True
+            look = _look(fd, known, state.size, is_last=is_last)
         finally:
             os.close(fd)
-        if known is None:
-            self._epoch_floor = max(self._epoch_floor, header.epoch_floor)
-        end = self._note_all(number, begin, found)
-        self._segments[number] = _Segment(header, end)
-        return end > begin or known is None
+        before = known.end, known.scanned
+        known.end = self._note_all(number, known.end, look.found)
+        known.scanned = max(look.scanned, known.end)
+        known.seen = None if look.is_cut else state
+        return (known.end, known.scanned) != before or look.is_cut
+
+    def _begin_again(self) -> None:
+        """Nothing that was read counts."""
+        self._news |= dict.fromkeys(self.rollouts)
+        self.rollouts = {}
+        self._segments.clear()
+        self._damages.clear()
+        self._epoch_floor = 1
 
     def _note_all(self, number: int, begin: int, found: Sequence[Frame | Damage]) -> int:
         """Notes records, whose places count from `begin`; returns where the next look begins."""
@@ -276,17 +322,39 @@ class LogFollower:
                 self._news[rollout_id] = None
 
 
-def _read_some(fd: int, begin: int, header: SegmentHeader, *, is_last: bool) -> list[Frame | Damage]:
-    """What stands from `begin` on, as far as it is whole and one look reads."""
-    left = os.fstat(fd).st_size - begin
-    found = list(scan_segment(os.pread(fd, min(left, _LOOK_BYTES), begin), header, begin=0))
-    if left > _LOOK_BYTES:
-        if found and isinstance(found[-1], Damage):  # cut by the end of the look
-            found.pop()
+def _look(fd: int, segment: _Segment, size: int, *, is_last: bool) -> _Look:
+    """What stands behind what was scanned, as far as it is whole and one look reads."""
+    begin = segment.scanned
+    left = size - begin
+    for read in (_LOOK_BYTES, _LONGEST_RECORD):
+        data = os.pread(fd, min(left, read), begin)
+        found = list(scan_segment(data, segment.header, begin=0))
+        if len(data) == left:
+            found = _moved(found, begin - segment.end)
+            return _Look(found[: _whole(found)] if is_last else found, begin, is_cut=False)
+        cut = found.pop() if found and isinstance(found[-1], Damage) else None  # by the end of the look
         if found:
-            return found
-        found = list(scan_segment(os.pread(fd, left, begin), header, begin=0))
-    return found[: _whole(found)] if is_last else found
+            return _Look(_moved(found, begin - segment.end), begin, is_cut=True)
+        if cut is not None and cut.rollout_id is None and len(data) > 2 * _LONGEST_HEAD:
+            break  # no record begins here, but for one whose head is cut
+    return _Look([], begin + max(len(data) - _LONGEST_HEAD, 0), is_cut=bool(data))
+
+
+def _moved(found: list[Frame | Damage], by: int) -> list[Frame | Damage]:
+    """With places that count from `by` bytes before, which cannot be read."""
+    if not by:
+        return found
+    moved = [
+        each._replace(offset=each.offset + by)
+        if isinstance(each, Frame)
+        else replace(each, start=each.start + by, end=each.end + by)
+        for each in found
+    ]
+    return [Damage(0, by), *moved]
+
+
+def _state(status: os.stat_result) -> _State:
+    return _State(status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 def _whole(found: Sequence[Frame | Damage]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import os
@@ -17,6 +18,8 @@ import pytest
 
 from gym_capture import cli
 from gym_capture.build.builder import BuildOptions
+from gym_capture.capture.operations import Complete, Register
+from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.capture.records import Snapshot
 from gym_capture.data import directory
 from gym_capture.data.copies import check_schema
@@ -24,6 +27,8 @@ from gym_capture.data.directory import build_directory
 from gym_capture.data.nemo_gym import read_rollout
 from gym_capture.data.requests import read_requests
 from gym_capture.data.schema import SCHEMA
+from gym_capture.stores.log import LogStore
+from tests.inspector.world import conversation, record
 
 
 def line(call_id: str, prompt: list[int], generation: list[int], *, rollout_id: str, **fields: Any) -> dict[str, Any]:
@@ -367,3 +372,29 @@ def test_options_reach_the_build(captures: Path, tmp_path: Path) -> None:
     assert "all_side_calls" in row["mask_reasons"]
     assert any(reason.startswith("out_of_vocabulary") for reason in row["mask_reasons"])
     assert pa.types.is_large_list(pq.read_schema(out / "part-00000.parquet").field("token_ids").type)
+
+
+def test_a_group_that_is_named_by_half_a_character_and_a_file_by_an_escape_sequence_harm_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async def record_some() -> None:
+        store = await LogStore.open(tmp_path / "log")
+        for name, group in (("odd", "g\ud800"), ("fine", "h")):
+            await store.write(Register(name, Registration(group_id=group, sample=0)))
+            await record(store, conversation(name))
+            await store.write(Complete(name, Outcome(reward=1.0)))
+        await store.close()
+
+    asyncio.run(record_some())
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["build", str(tmp_path / "log"), "--out", str(tmp_path / "out")])
+    assert {row["group_id"] for row in pq.read_table(tmp_path / "out").to_pylist()} == {"g\ufffd", "h"}
+    captures = tmp_path / "captures"
+    captures.mkdir()
+    write_rollout(captures, "r1")
+    (captures / "a\x1b[31m.tokens.jsonl").write_text("{}\n")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["build", str(captures), "--out", str(tmp_path / "other")])
+    said = capsys.readouterr()
+    assert "\x1b[31m" not in said.out + said.err
+    assert "a\\x1b[31m" in said.err

@@ -364,8 +364,8 @@ def test_a_job_of_another_version_is_refused(
     (tmp_path / "job" / "job.json").write_text(json.dumps(kept))
     assert run("rollouts", "run", "--out", "job", "--url", url, *dry_run) == (
         2,
-        f"job holds a job of another version of gym-capture: its format is {version or 1}, this one plays 2. Choose "
-        "another directory with --out; the rollouts.jsonl in it can be built as it is",
+        f"job holds a job of another version of gym-capture: its format is {version or 1}, this one plays 2. Play in "
+        "another directory; the rollouts.jsonl in it can be built as it is",
     )
 
 
@@ -376,7 +376,7 @@ def test_a_damaged_job(run: Run, url: str, tmp_path: Path, content: str) -> None
     code, line = run("rollouts", "run", "--out", "job", "--url", url)
     assert code == 2
     assert line.startswith("job/job.json cannot be read: ")
-    assert "--out" in line
+    assert "choose another directory" in line
 
 
 def test_a_job_directory_that_is_in_use_or_is_none(run: Run, url: str, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ NOTHING_HEAVY = """
 import sys
 from gym_capture import cli
 from gym_capture.inspector import serve
-def served(app, listener, *, host):
+def served(app, listener, *, host, any_user):
     import httpx
     import starlette.testclient
     client = starlette.testclient.TestClient(app)
@@ -76,7 +76,7 @@ def test_a_log_is_served_until_ctrl_c(log: Path) -> None:
         with httpx.Client(base_url=url, trust_env=False) as client:
             assert client.get("/api/rollouts").json()["columns"]["rollout"] == ["one", "two", "three", "alone"]
             assert client.get("/api/source").json()["shows"]["texts"]
-            assert client.get("/api/source", headers={"host": "evil.example"}).status_code == 403
+            assert client.get("/api/source", headers={"host": "evil.example"}).status_code == 421
             assert client.get("/").status_code == 200
         process.send_signal(signal.SIGINT)
         _, errors = process.communicate(timeout=60)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,3 +134,62 @@ def test_the_mean_difference_of_each_rollout(tmp_path: Path) -> None:
         ]
     )
     assert AnnotationFile(tmp_path).news() == {"a": 0.5}
+
+
+def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine\n")
+    (tmp_path / FILE).symlink_to("precious")
+    with pytest.raises(ConfigError, match="cannot be written"):
+        Annotator(tmp_path).add([note("a")])
+    (tmp_path / FILE).unlink()
+    os.mkfifo(tmp_path / FILE)
+    with pytest.raises(ConfigError, match="is not a regular file"):
+        Annotator(tmp_path).add([note("a")])
+    assert (tmp_path / "precious").read_text() == "mine\n"
+
+
+def test_a_line_without_an_end_takes_no_memory_and_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(annotations, "_LONGEST_LINE", 1 << 20)
+    file = AnnotationFile(tmp_path)
+    Annotator(tmp_path).add([note("a", "before")])
+    with (tmp_path / FILE).open("ab") as end:
+        end.truncate(end.tell() + (32 << 20))
+    tracemalloc.start()
+    assert [each.note for each in file.of("a")] == ["before"]
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 8 << 20
+    Annotator(tmp_path).add([note("a", "after")])
+    assert [each.note for each in file.of("a")] == ["before", "after"]
+
+
+def test_of_a_rollout_that_very_much_is_said_of_the_latest_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Annotator(tmp_path).add(note(each, str(n)) for n in range(100) for each in ("a", "b"))
+    monkeypatch.setattr(annotations, "_MOST_LINES", 3)
+    assert [each.note for each in AnnotationFile(tmp_path).of("a")] == ["97", "98", "99"]
+    monkeypatch.setattr(annotations, "_MOST_BYTES", 1)
+    assert [each.note for each in AnnotationFile(tmp_path).of("a")] == ["99"]
+
+
+def test_a_file_that_vanishes_or_changes_under_the_reader_is_no_error(tmp_path: Path) -> None:
+    file = AnnotationFile(tmp_path)
+    Annotator(tmp_path).add([note("a")])
+    assert len(file.of("a")) == 1
+    (tmp_path / FILE).write_text((tmp_path / FILE).read_text().replace('"a"', '"b"'))
+    assert file.of("a") == []
+    assert len(file.of("b")) == 1
+    (tmp_path / FILE).unlink()
+    assert file.of("b") == []
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"call": "\ud800"}, {"text": "\udfff"}, {"at": "now"}, {"text": None, "value": 10**400}, {"at": float("nan")}],
+)
+def test_what_no_line_can_hold_is_refused(fields: dict[str, object]) -> None:
+    with pytest.raises(RecordError):
+        note("a", **fields)  # type: ignore[arg-type]

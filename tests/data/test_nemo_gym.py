@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from gym_capture.build.builder import BuildOptions, build
 from gym_capture.capture.records import Continues, Root, Snapshot, TokenEntry, Unresolved
 from gym_capture.data import nemo_gym
-from gym_capture.data.nemo_gym import gym_digest, read_directory, read_rollout
+from gym_capture.data.nemo_gym import gym_digest, read_directory, read_rollout, shown_id
 from gym_capture.errors import StoreError
 from gym_capture.reasons import reason_name
 from tests.rollout_strategies import Rollout, honest_rollouts, snapshot_of
@@ -604,3 +604,8 @@ def test_no_value_of_a_field_raises(fields: dict[str, Any]) -> None:
         snapshot = read_rollout(Path(directory), "r1")
     built = build(snapshot)
     assert all(reason_name(reason) for reason in built.mask_reasons)
+
+
+def test_ids_with_halves_of_characters_can_be_written() -> None:
+    assert shown_id("g\ud800x\udcff") == "g\ufffdx\ufffd"
+    assert shown_id("naïve 👍") == "naïve 👍"

@@ -19,9 +19,13 @@ from gym_capture.auth import Keyring
 from gym_capture.capture.operations import Complete, Drop, Register
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.data.annotations import Annotation, Annotator
+from gym_capture.inspector import app as app_module
+from gym_capture.inspector import table as table_module
 from gym_capture.inspector.app import OnlyThisHost, build_inspector
 from gym_capture.inspector.library import Library
 from gym_capture.inspector.log_source import LogSource
+from gym_capture.inspector.source import Basics
+from gym_capture.inspector.table import Table
 from gym_capture.stores.segments import lock_directory
 from tests.inspector.world import (
     HOSTILE,
@@ -117,8 +121,32 @@ def test_a_cursor_that_nobody_gave_is_none(client: TestClient) -> None:
         assert client.get("/api/rollouts", params={"since": cursor}).status_code == 200
 
 
+def test_who_has_not_seen_what_went_long_ago_begins_anew(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(table_module, "_MOST_GONE", 2)
+    table = Table()
+    for n in range(4):
+        table.put(Basics(rollout_id=str(n), group="g"))
+    seen = table.number
+    for n in range(4):
+        table.drop(str(n))
+    assert table.forgotten > seen
+    assert table.columns(table.forgotten)[1] == ["2", "3"]
+    assert table.group("g") == []
+    library = Library(LogSource(log))
+    library.settle()
+    cursor = library.table()["cursor"]
+    assert not library.table(cursor)["is_all"]
+    library._table.forgotten = 10**6
+    assert library.table(cursor)["is_all"]
+
+
+def workers() -> int:
+    """Threads of libraries; those of the server's pool come and go."""
+    return [each.name for each in threading.enumerate()].count("inspector")
+
+
 def test_of_many_that_ask_at_once_one_looks(log: Path) -> None:
-    before = threading.active_count()
+    before = workers()
     library = Library(LogSource(log))
     ready = threading.Barrier(8)
 
@@ -128,7 +156,7 @@ def test_of_many_that_ask_at_once_one_looks(log: Path) -> None:
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(ask, range(8)))
-    assert threading.active_count() == before + 1
+    assert workers() == before + 1
     library.close()
 
 
@@ -333,6 +361,51 @@ def test_a_page_of_elsewhere_adds_nothing(client: TestClient, tmp_path: Path, he
     assert not (tmp_path / "_annotations.jsonl").exists()
 
 
+def test_a_page_of_elsewhere_has_nothing_read(client: TestClient) -> None:
+    for path in ("search?q=yes", "rollouts", "source"):
+        assert client.get(f"/api/{path}", headers={"sec-fetch-site": "cross-site"}).status_code == 403
+        assert client.get(f"/api/{path}", headers={"sec-fetch-site": "same-origin"}).status_code == 200
+    assert client.get("/", headers={"sec-fetch-site": "cross-site"}).status_code == 200
+
+
+def test_annotations_that_cannot_be_read_hide_nothing_else(client: TestClient, tmp_path: Path) -> None:
+    (tmp_path / "_annotations.jsonl").mkdir()
+    found = get(client, "rollouts")
+    assert "is a directory" in found["problem"]
+    assert rows(found).keys() == {"one", "two", "three", "alone"}
+    assert get(client, "rollouts/one/trajectories/0/tokens")["total"] > 0
+    assert client.get("/api/annotations", params={"rollout": "one"}).status_code == 500
+
+
+def test_annotations_may_have_very_many_names_and_very_large_values(client: TestClient, tmp_path: Path) -> None:
+    with (tmp_path / "_annotations.jsonl").open("w") as file:
+        for n in range(1_000):
+            file.write(f'{{"rollout":"one","call":"c1","name":"n{n}","value":1e308}}\n')
+    overlays = get(client, "rollouts/one/trajectories/0/tokens")["overlays"]
+    assert len(overlays) == 32
+    assert 1e308 in overlays["n999"]
+
+
+def test_searches_that_wait_hold_up_nothing_else(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, over = threading.Semaphore(0), threading.Event()
+
+    def searching(*arguments: object, **options: object) -> dict[str, Any]:
+        begun.release()
+        assert over.wait(60)
+        return {}
+
+    monkeypatch.setattr(app_module, "search", searching)
+    client = inspector(LogSource(log))
+    with ThreadPoolExecutor(4) as threads:
+        waiting = [threads.submit(client.get, "/api/search?q=yes") for _ in range(4)]
+        assert begun.acquire(timeout=60)
+        while (status := client.get("/api/search?q=yes&limit=1").status_code) != 503:
+            assert status == 200
+        assert client.get("/api/source").status_code == 200
+        over.set()
+        assert {each.result().status_code for each in waiting} == {200}
+
+
 # --- what guards it --------------------------------------------------------------------------------------------------
 
 
@@ -352,7 +425,7 @@ def test_hostile_text_leaves_as_json(client: TestClient) -> None:
 
 @pytest.mark.parametrize(
     ("host", "status"),
-    [("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:99", 200), ("evil.example", 403), ("", 403), ("[::1", 403)],
+    [("127.0.0.1:80", 200), ("localhost", 200), ("[::1]:99", 200), ("evil.example", 421), ("", 421), ("[::1", 421)],
 )
 def test_only_its_own_names_are_answered(client: TestClient, host: str, status: int) -> None:
     guarded = TestClient(OnlyThisHost(client.app, {"127.0.0.1", "localhost", "::1"}))

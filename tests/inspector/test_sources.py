@@ -215,6 +215,54 @@ def test_a_ledger_with_odd_values_is_shown(tmp_path: Path) -> None:
     }
 
 
+def test_a_ledger_with_numbers_and_texts_without_end_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_text('{"job_id": "job", "format_version": 2}')
+    lines = [
+        {"rollout_id": "a", "reward": 10**400, "sample": 10**40, "wall_s": float("inf"), "started_at": float("nan")},
+        {"rollout_id": "b", "status": "failed", "error": "x" * 10_000, "recorded": {"calls": 10**60}},
+    ]
+    (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": "x", "a": 1}\n{"step": 2, "a": 3, "b": NaN}\n{"step": 1%s}\n' % ("0" * 400)
+    )
+    client = inspector(open_path(tmp_path))
+    answer = client.get("/api/rollouts").json()
+    assert answer["problem"] is None
+    assert answer["columns"]["reward"] == [None, None]
+    assert len(answer["columns"]["mask_reason"][1]) < 1_000
+    assert {name: each["x"] for name, each in client.get("/api/series").json()["series"].items()} == {"trainer/a": [2]}
+
+
+async def test_a_shard_that_is_new_is_followed_and_one_that_is_broken_holds_up_none(tmp_path: Path) -> None:
+    (tmp_path / "shard-0").mkdir()
+    (tmp_path / "shard-0" / "segment-0000000001.log").mkdir()
+    await (await write_world(tmp_path / "shard-1")).close()
+    library = library_of(LogSource(tmp_path))
+    first = library.table()
+    assert len(first["columns"]["rollout"]) == 4
+    assert "is a directory" in first["problem"]
+    store = await LogStore.open(tmp_path / "shard-2")
+    await record(store, conversation("fresh"))
+    await store.close()
+    library.settle()
+    assert library.table(first["cursor"])["columns"]["rollout"] == ["fresh"]
+
+
+async def test_a_log_that_was_begun_again_is_shown_and_the_old_one_is_gone(tmp_path: Path) -> None:
+    await (await write_world(tmp_path)).close()
+    library = library_of(LogSource(tmp_path))
+    before = library.table()["cursor"]
+    for path in tmp_path.iterdir():
+        path.unlink()
+    store = await LogStore.open(tmp_path)
+    await record(store, conversation("fresh"))
+    await store.close()
+    library.settle()
+    after = library.table(before)
+    assert after["columns"]["rollout"] == ["fresh"]
+    assert set(after["gone"]) == {"one", "two", "three", "alone"}
+
+
 def test_records_go_with_a_job(log: Path) -> None:
     with pytest.raises(ConfigError, match="--records goes with a job's directory"):
         open_path(log, records=log)

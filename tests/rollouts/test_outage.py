@@ -18,7 +18,7 @@ from gym_capture.rollouts.harness import Completed, Failed
 from gym_capture.rollouts.harnesses.tool_loop import tool_loop
 from gym_capture.rollouts.job import JobOptions, JobRun, JobSummary
 from gym_capture.rollouts.on_graph import play_on_graph
-from gym_capture.rollouts.outage import Outage
+from gym_capture.rollouts.outage import Outage, asking
 from tests.rollouts.nodes import until
 from tests.rollouts.scripted_server import Call, Server, serving, solve
 
@@ -189,3 +189,17 @@ async def test_lost_attempts_have_a_limit_of_their_own_also_when_the_job_goes_on
     again = Losing(*reasons)
     await run(again, max_lost=5)
     assert again.played == 0
+
+
+async def test_no_proxy_of_the_environment_stands_between_a_job_and_its_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing listens
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    async with serving(solve) as server:
+        async with asking(server.url) as is_well:
+            assert await is_well()
+        summary = await play(server, tmp_path, [])
+        assert summary.finished == 6

@@ -40,6 +40,17 @@ async def test_a_bad_body_is_named_and_leaves_nothing(template: HfChatTemplate, 
     assert replica.engine.calls == []
 
 
+async def test_what_a_browser_sends_for_a_page_of_elsewhere_does_nothing(template: HfChatTemplate) -> None:
+    replica = Replica(template, always(PLAIN))
+    sent = chat_body({"role": "user", "content": "hi"})
+    for site, status in (("cross-site", 403), ("same-site", 403), ("same-origin", 200), ("none", 200)):
+        response = await replica.http.post(chat_path("r1"), json=sent, headers={"sec-fetch-site": site})
+        assert response.status_code == status
+        look = await replica.http.get("/healthz", headers={"sec-fetch-site": site})
+        assert look.status_code == 200
+    assert len(replica.engine.calls) == 2
+
+
 async def test_a_prompt_that_is_too_long_leaves_no_record_and_no_open_intent(template: HfChatTemplate) -> None:
     replica = Replica(template, always(PLAIN), max_model_len=64)
     for stream in (False, True):

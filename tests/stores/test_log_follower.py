@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -164,3 +165,47 @@ def test_a_fifo_among_the_segments_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "segment-0000000001.log")
     with pytest.raises(StoreUnavailableError, match="is a FIFO"):
         LogFollower(tmp_path).advance()
+
+
+async def test_a_directory_that_went_away_ends_a_look(tmp_path: Path) -> None:
+    await write_all(tmp_path)
+    follower = follow(LogFollower(tmp_path))
+    (tmp_path / "segment-0000009999.log").symlink_to("nowhere")
+    with pytest.raises(StoreUnavailableError, match="No such file"):
+        follower.advance()
+    shutil.rmtree(tmp_path)
+    with pytest.raises(StoreUnavailableError, match="No such file"):
+        follower.advance()
+
+
+async def test_bytes_that_are_no_records_take_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    await write_all(tmp_path)
+    *_, last = read_segments(tmp_path)
+    begin = [frame.offset for frame in last.frames if frame.starts_batch][-1]
+    data = last.path.read_bytes()
+    monkeypatch.setattr(log_follower, "_LOOK_BYTES", 1 << 20)
+    most = 0
+
+    def read(fd: int, size: int, offset: int) -> bytes:
+        nonlocal most
+        most = max(most, size)
+        return pread(fd, size, offset)
+
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", read)
+    follower = follow(LogFollower(tmp_path))
+    with last.path.open("r+b") as file:
+        file.truncate(begin)
+        file.truncate(begin + (16 << 20))
+    follow(follower)
+    assert not follower.is_damaged, "a batch that was never acknowledged"
+    with last.path.open("ab") as file:
+        file.write(data[begin:])
+    follow(follower)
+    assert follower.is_damaged
+    assert most <= 1 << 20
+    reader = LogReader(tmp_path)
+    try:
+        assert live(follower) == reader.rollout_ids()
+    finally:
+        reader.close()

@@ -153,7 +153,7 @@ def tool_loop(
     )
     # The job bounds how many calls are in flight; a second bound in the client would only make calls wait unseen.
     unbounded = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    http_client = openai.DefaultAsyncHttpxClient(limits=unbounded)
+    http_client = openai.DefaultAsyncHttpxClient(limits=unbounded, trust_env=False)
     return ToolLoop(openai.AsyncOpenAI(base_url="http://localhost", api_key="unused", http_client=http_client), options)
 
 
