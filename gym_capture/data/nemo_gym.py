@@ -52,8 +52,6 @@ from gym_capture.rollout_ids import check_rollout_id
 
 __all__ = [
     "NEWEST_SCHEMA_VERSION",
-    "RECORDS_SUFFIX",
-    "compressed_files",
     "gym_digest",
     "read_directory",
     "read_rollout",
