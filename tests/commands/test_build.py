@@ -112,7 +112,9 @@ def test_who_is_shown_reasons_is_told_where_they_are_explained(
     # ... and which rollout to look into, with what.
     assert re.search(r"masked: dangling_intent +1 +r1 ", shown.out)
     assert f"`gym-capture inspect r1 {captures}` says why" in shown.err.replace("\n", "")
-    assert json.loads((tmp_path / "masked" / "_report.json").read_text())["mask_examples"] == {"dangling_intent": ["r1"]}
+    assert json.loads((tmp_path / "masked" / "_report.json").read_text())["mask_examples"] == {
+        "dangling_intent": ["r1"]
+    }
 
 
 def test_a_damaged_file_is_one_short_line_and_a_compressed_one_is_not_passed_over(

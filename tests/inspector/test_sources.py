@@ -218,7 +218,18 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
         library = library_of(source)
         assert {each.rollout: each.state for each in library.rows()} == {"one": "finished", "two": "live"}
         assert source.is_live
-        ledger.add_row(row("two", 1, status="failed", reward=None, error="agent_timeout", attempt=2, detail="no reply", failed_call="c3"))
+        ledger.add_row(
+            row(
+                "two",
+                1,
+                status="failed",
+                reward=None,
+                error="agent_timeout",
+                attempt=2,
+                detail="no reply",
+                failed_call="c3",
+            )
+        )
         library.settle()
     assert not source.is_live
     one, two = (library.row(name) for name in ("one", "two"))
