@@ -64,8 +64,10 @@ class CaptureMark(Reason):
 
     DANGLING_INTENT = (
         "dangling_intent",
-        "A call was begun, and there is neither a record of it nor a word that it was refused: it was lost.",
-        "Look for a replica that died or was killed at that time, and play the rollout again.",
+        "A call was begun, and there was neither a record of it nor a word that it was refused: it was lost, or still "
+        "under way.",
+        "Did the agent end, or give up, while a call was under way? That call is lost to a build at that moment: have "
+        "the agent wait for its calls, or build again. Else a replica died or was killed: play the rollout again.",
     )
     CAPTURE_FAILED = (
         "capture_failed",
@@ -106,7 +108,8 @@ class ProblemReason(Reason):
     MALFORMED_RECORD = (
         "malformed_record",
         "A record is not well-formed, or contradicts itself; the field says where.",
-        "`details` of the build's report says what is wrong. Mend the writer and play the rollout again.",
+        "`gym-capture inspect` names line and field, as `details` of the build's report does. Mend the writer and play "
+        "the rollout again.",
     )
     TRUNCATED_RECORD = (
         "truncated_record",
@@ -137,7 +140,8 @@ class ProblemReason(Reason):
     CORRUPT_STATE = (
         "corrupt_state",
         "The file `.tokens.state.json` of the rollout is not what its writer makes.",
-        "`details` of the build's report says why. Export the rollout again, or get the original file.",
+        "`gym-capture inspect` says why, as `details` of the build's report does. Export the rollout again, or get the "
+        "original file.",
     )
     CORRUPT_LOG = (
         "corrupt_log",
@@ -147,7 +151,8 @@ class ProblemReason(Reason):
     UNREADABLE = (
         "unreadable",
         "The rollout's records are there, and reading them failed.",
-        "`details` of the build's report says what the system said, e.g. a missing permission. Mend it, build again.",
+        "`gym-capture inspect` says what the system said, as `details` of the build's report does, e.g. a missing "
+        "permission. Mend it, build again.",
     )
     BUILD_FAILED = (
         "build_failed",
@@ -214,7 +219,8 @@ class MaskReason(Reason):
     PARENT_MISMATCH = (
         "parent_mismatch",
         "A call's prompt does not start with the ids of the parent that it names.",
-        "The writer claims what the engine did not do: records of this graph are checked before they are written.",
+        "The server that wrote it rendered the conversation again, and other ids came out: `gym-capture inspect` shows "
+        "where they part. Have it continue from the parent's ids, as this graph does, which checks that first.",
     )
     AMBIGUOUS_PARENT = (
         "ambiguous_parent",
@@ -553,7 +559,12 @@ class AttemptFailure(Reason):
 class LeftOutReason(Reason):
     """Why a training step or an export left a whole rollout out."""
 
-    MASKED = ("masked", "The rollout is masked.", "`mask_reasons` of its row say why.")
+    MASKED = (
+        "masked",
+        "The rollout is masked.",
+        "`gym-capture ui FOLDER` of the trajectories filters them by reason; `_report.json` there counts the reasons, "
+        "and names rollouts of each for `gym-capture inspect` (`mask_examples`).",
+    )
     TRUNCATED = (
         "truncated",
         "The rollout ended at a length limit, of a call or of the context, and the step leaves such rollouts out.",

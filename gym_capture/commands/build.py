@@ -15,6 +15,7 @@ from rich.markup import escape
 from gym_capture.commands import building
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.data.directory import build_directory
+from gym_capture.data.nemo_gym import compressed_files
 
 
 def command(
@@ -68,6 +69,10 @@ def command(
             on_progress=on_progress,
             on_left=warn_of_left(stderr, out),
         )
+    if left := compressed_files(source):
+        stderr.print(
+            f"[yellow]warning:[/] {len(left):,} files are compressed, and were not read: gunzip {escape(left[0])}"
+        )
     if not built.requested:
         why = (
             "the list of rollouts is empty"
@@ -75,4 +80,4 @@ def command(
             else "it holds neither files named <rollout id>.tokens.jsonl nor a log"
         )
         stderr.print(f"[yellow]warning:[/] nothing to build in {escape(str(source))}: {why}; wrote a file without rows")
-    show(built, out, as_json=as_json, console=stderr)
+    show(built, out, as_json=as_json, console=stderr, look=source)

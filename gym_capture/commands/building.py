@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -54,6 +54,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the report as JSON."
 
 DETAILS: Final = 10
 """Rollouts of which it is printed what is wrong with their records."""
+_DETAILS_EACH: Final = 1
 
 
 def options(
@@ -103,16 +104,22 @@ def warn_of_left(console: Console, out: str | Path) -> Callable[[tuple[str, ...]
     return warn
 
 
-def show(built: BuildReport, out: str | Path, *, as_json: bool, console: Console) -> None:
-    """Prints the account of a build, and what is wrong with records. Exits with 1 if nothing at all could be built."""
+def show(
+    built: BuildReport, out: str | Path, *, as_json: bool, console: Console, look: str | Path | None = None
+) -> None:
+    """Prints the account of a build, and what is wrong with records. Exits with 1 if nothing at all could be built.
+
+    `look`: where a rollout can be looked into; None: what was built.
+    """
+    look = out if look is None else look
     if as_json:
         typer.echo(json.dumps(asdict(built), indent=2))
     else:
         Console(soft_wrap=True, highlight=False).print(account(built, out))
         if built.mask_reasons:
-            console.print(HINT, soft_wrap=True)
+            console.print(escape(f"{look_into(built, look)}; {HINT}"), soft_wrap=True)
     for rollout_id, details in itertools.islice(built.details.items(), DETAILS):
-        _warn(console, f"{rollout_id}: {'; '.join(details)}")
+        _warn(console, f"{rollout_id}: {'; '.join(_distinct(details))}")
     if len(built.details) > DETAILS:
         _warn(console, f"... and {len(built.details) - DETAILS} more: `details` in _report.json")
     failed = built.mask_reasons.get(ProblemReason.BUILD_FAILED, 0)
@@ -125,17 +132,35 @@ def show(built: BuildReport, out: str | Path, *, as_json: bool, console: Console
         raise typer.Exit(1)
 
 
+def look_into(built: BuildReport, look: str | Path) -> str:
+    """The command that says of one of the masked rollouts why it is masked. `look`: where it can be looked into."""
+    example = next(iter(built.mask_examples.values()))[0]
+    return f"`gym-capture inspect {example} {look}` says why that one is masked"
+
+
+def _distinct(details: Sequence[str]) -> list[str]:
+    """A file that is damaged is wrong in every line of it."""
+    shown = list(dict.fromkeys(details))
+    return (
+        shown if len(shown) <= _DETAILS_EACH else [*shown[:_DETAILS_EACH], f"... and {len(shown) - _DETAILS_EACH} more"]
+    )
+
+
 def account(built: BuildReport, out: str | Path) -> Table:
     """The account of a build, for a person."""
     table = Table(title=f"trajectories in {escape(str(out))}", title_justify="left", show_header=False, box=None)
     table.add_column()
     table.add_column(justify="right")
+    table.add_column(style="dim", no_wrap=True)
     table.add_row("rollouts", f"{built.requested:,}")
     table.add_row("  to train on", f"{built.complete:,}")
     table.add_row("  masked", f"{len(built.incomplete):,}")
     table.add_row("  missing", f"{len(built.missing):,}")
     for reason, count in built.mask_reasons.items():
-        table.add_row(f"    masked: {reason}", f"{count:,}")
+        examples = built.mask_examples[reason]
+        table.add_row(
+            f"    masked: {reason}", f"{count:,}", escape(", ".join(examples) + ", ..." * (count > len(examples)))
+        )
     if built.truncated:
         table.add_row("  outgrew the context", f"{built.truncated:,}")
     table.add_row("groups", f"{built.groups:,}")

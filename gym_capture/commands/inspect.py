@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from gym_capture.inspector.table import Row
 
 _ANSWERS_WITHIN_S: Final = 60.0
+_NO_CALLS: Final = "no call of it is on record"
+_IN_RECORDS: Final = "its calls are in the graph's records: --records DIRECTORY, the graph's `state.directory`"
 
 
 class _Views(Protocol):
     """The views of one rollout, wherever they come from."""
+
+    without_calls: str
+    """What to say if there is no call of it."""
 
     def rollout(self) -> dict[str, Any]: ...
     def trajectories(self) -> list[dict[str, Any]]: ...
@@ -87,7 +92,7 @@ def _show(views: _Views, *, full: bool, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(seen | {"trajectories": trajectories}))
     else:
-        show(seen, trajectories, full=full)
+        show(seen, trajectories, full=full, without_calls=views.without_calls)
 
 
 def _pages(views: _Views, trajectory: int, total: int) -> Iterator[dict[str, Any]]:
@@ -124,7 +129,10 @@ def _on_disk(path: Path, rollout_id: str, model: Path | None, records: Path | No
     if seen is None:
         raise ConfigError(_unknown(rollout_id, list(table.rows), source.found()))
     table.fill(seen)
-    return _OnDisk(seen, table.rows.get(rollout_id), vocabulary)
+    wants_records = source.shows.job and not source.shows.records
+    return _OnDisk(
+        seen, table.rows.get(rollout_id), vocabulary, without_calls=_IN_RECORDS if wants_records else _NO_CALLS
+    )
 
 
 def _unknown(rollout_id: str, there: list[str], where: str) -> str:
@@ -135,7 +143,10 @@ def _unknown(rollout_id: str, there: list[str], where: str) -> str:
 
 
 class _OnDisk:
-    def __init__(self, seen: SeenRollout, row: Row | None, vocabulary: Vocabulary | None) -> None:
+    def __init__(
+        self, seen: SeenRollout, row: Row | None, vocabulary: Vocabulary | None, *, without_calls: str
+    ) -> None:
+        self.without_calls = without_calls
         self._seen = seen
         self._row = row
         self._vocabulary = vocabulary
@@ -161,6 +172,8 @@ class _OnDisk:
 
 class _OfGraph:
     """As the graph's own inspector shows it."""
+
+    without_calls = _NO_CALLS
 
     def __init__(self, url: str, rollout_id: str, token: str | None) -> None:
         self._at = f"{url.rstrip('/').removesuffix('/inspect')}/inspect/api/rollouts/{quote(rollout_id, safe='')}"

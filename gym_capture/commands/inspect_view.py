@@ -10,10 +10,12 @@ from itertools import groupby
 from typing import Any, Final, NamedTuple
 
 from rich.console import Console, Group
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
+from gym_capture.commands.explain import meanings
 from gym_capture.inspector.seen import KIND_NAMES
 from gym_capture.printable import visible
 
@@ -21,6 +23,8 @@ _STYLES: Final = {"prompt": "dim", "trained": "green", "not_trained": "red", "in
 _LINKS: Final = {"exact": "green", "rendered": "yellow", "split": "red", "none": "dim"}
 _EXCERPT: Final = 160
 _SHOWN_IDS: Final = 8
+_SHOWN_REASONS: Final = 3
+_HANGS: Final = 2
 
 
 class Run(NamedTuple):
@@ -38,12 +42,19 @@ class Run(NamedTuple):
     text: str | None
 
 
-def show(rollout: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]], *, full: bool) -> None:
+def show(
+    rollout: Mapping[str, Any], trajectories: Sequence[Mapping[str, Any]], *, full: bool, without_calls: str
+) -> None:
+    """`without_calls`: what to say of a rollout of which there is no call."""
     console = Console(highlight=False)
     console.print(Group(*_head(rollout)))
-    console.print(tree(rollout))
-    if not rollout["calls"] and not trajectories:
-        console.print("nothing is on record here; of a job's rollouts the graph has the records: --records DIRECTORY")
+    for reasons in _by_name(rollout["mask_reasons"]):
+        console.print(Text.assemble(("masked: ", "red"), visible(", ".join(_some(reasons)))))
+        console.print(Padding(Group(*_why(reasons, rollout["mask_details"])), (0, 0, 0, _HANGS)))
+    if rollout["calls"]:
+        console.print(tree(rollout))
+    elif not trajectories:
+        console.print(without_calls)
     numbers = {call["call"]: f"#{call['number']}" for call in rollout["calls"]}
     for each in trajectories:
         console.print()
@@ -59,8 +70,30 @@ def _head(rollout: Mapping[str, Any]) -> Iterator[Text]:
     yield Text.assemble((visible(rollout["rollout"]), "bold"), "  ", ", ".join(facts))
     tokens = f"{rollout['trained_tokens']:,} of {rollout['generated_tokens']:,} generated ids are trained"
     yield Text(f"{len(rollout['calls'])} calls, {rollout['trajectories']} trajectories, {tokens}")
-    for reason in rollout["mask_reasons"]:
-        yield Text.assemble(("masked: ", "red"), visible(reason), f"  (gym-capture explain {visible(reason)})")
+
+
+def _by_name(reasons: Sequence[str]) -> Iterator[list[str]]:
+    """Reasons that one explanation is for: those of a name, unless what follows the name is a reason itself."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for reason in reasons:
+        found.setdefault(tuple(each.reason for each in meanings(reason)) or (reason,), []).append(reason)
+    yield from found.values()
+
+
+def _why(reasons: Sequence[str], details: Mapping[str, Sequence[str]]) -> Iterator[Text]:
+    """What is known of it in this rollout, what it means, and what to do."""
+    said = dict.fromkeys(detail for reason in reasons for detail in details.get(reason, ()))
+    yield from (Text(visible(detail), "yellow") for detail in _some(list(said)))
+    found = [each.reason for each in meanings(reasons[0])]
+    for number, reason in enumerate(found):
+        yield Text(reason.means if number == 0 else f"{reason}: {reason.means}")
+    if found:  # the last one is what the others are about
+        yield Text.assemble(("What to do: ", "bold"), found[-1].what_to_do)
+
+
+def _some(texts: Sequence[str]) -> list[str]:
+    left = len(texts) - _SHOWN_REASONS
+    return [*texts[:_SHOWN_REASONS], *([f"... and {left:,} more"] if left > 0 else [])]
 
 
 def tree(rollout: Mapping[str, Any]) -> Tree:
@@ -169,4 +202,4 @@ def _split(split: Mapping[str, Any], numbers: Mapping[str, str]) -> Iterator[Tex
     for side in (split["a"], split["b"]):
         texts = [visible(text) for text in side["texts"] if text is not None]
         words = " | ".join(texts) if texts else " ".join(map(str, side["ids"]))
-        yield Text.assemble((f"  {visible(side['from'])}: ", "dim"), words)
+        yield Text.assemble((f"  {visible(side['from'])}: ", "dim"), words or "(ends there)")

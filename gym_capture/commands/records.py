@@ -83,8 +83,10 @@ def list_(directory: Directory, as_json: AsJson = False) -> None:
         typer.echo("\t".join(columns))
     for column in columns:
         table.add_column(column, justify="right" if column in ("calls", "generated ids", "version") else "left")
+    flawed: str | None = None
     for snapshot in _with_progress(live_snapshots(logs), total, "reading"):
         row = _row(snapshot)
+        flawed = flawed or (snapshot.rollout_id if snapshot.incomplete or snapshot.problems else None)
         numbers = [row[name] for name in ("calls", "generated_ids", "version")]
         reasons = [_counted(snapshot.incomplete), _counted(problem.reason for problem in snapshot.problems)]
         reasons.append(_time(row["last_call_at"]))
@@ -103,6 +105,8 @@ def list_(directory: Directory, as_json: AsJson = False) -> None:
     size = sum(log.report.size_bytes for log in logs)
     kept = f", {consumed:,} consumed and kept" if consumed else ""
     console.print(f"{total:,} rollouts{kept}; {_logs(len(logs))}, {size / 2**20:,.1f} MiB")
+    if flawed is not None:
+        console.print(escape(f"`gym-capture inspect {flawed} {directory}` says what is amiss with that one"))
     if not all(log.report.is_sound for log in logs):
         console.print(f"[bold red]damaged:[/] `gym-capture records verify {escape(str(directory))}` says where")
 

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.commands import playing
+from gym_capture.commands.building import look_into
 from gym_capture.commands.loading import one_line
 from gym_capture.commands.playing import On
 from gym_capture.commands.submitted import logs, status, stop, submit
@@ -176,7 +177,7 @@ def run(
         raise typer.Exit(_INTERRUPTED) from None
     console.print(escape(summarized(summary, job.endpoint.url)), highlight=False, soft_wrap=True)
     if build_out is not None and built is not None:
-        console.print(escape(built_line(built, build_out)), highlight=False, soft_wrap=True)
+        console.print(escape(built_line(built, build_out, job.out)), highlight=False, soft_wrap=True)
     if summary.failed:
         raise typer.Exit(1)
 
@@ -312,13 +313,18 @@ def summarized(summary: JobSummary, url: str) -> str:
     return "; ".join(parts)
 
 
-def built_line(report: StreamReport, out: str) -> str:
-    """One line on what was built while a job ran."""
+def built_line(report: StreamReport, out: str, job_out: Path) -> str:
+    """One line on what was built into `out` while a job ran whose directory is `job_out`."""
     built = report.built
     parts = [
         f"built into {out}: {built.groups} groups, {built.trajectories} trajectories; {built.complete} of "
         f"{built.requested} rollouts to train on"
     ]
+    if built.mask_reasons:
+        reasons = ", ".join(f"{reason} {count}x" for reason, count in built.mask_reasons.items())
+        # The job's directory says more of a failure, and shows what was built below it.
+        is_below = Path(out).absolute().is_relative_to(job_out.absolute())
+        parts.append(f"masked: {reasons}; {look_into(built, job_out if is_below else out)}")
     if report.kept:
         parts.append(f"{report.kept} groups were built before this run")
     if report.changed:

@@ -21,6 +21,7 @@ import os
 import re
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -60,7 +61,7 @@ __all__ = [
     "shown_id",
 ]
 
-_RECORDS: Final = ".tokens.jsonl"
+RECORDS_SUFFIX: Final = ".tokens.jsonl"
 _INCOMPLETE: Final = ".tokens.incomplete"
 _INTENTS: Final = ".tokens.intents"
 _STATE: Final = ".tokens.state.json"
@@ -92,15 +93,26 @@ def rollout_sizes(path: Path) -> dict[str, int]:
     try:
         with os.scandir(path) as entries:
             for entry in entries:
-                suffix = next((each for each in (_RECORDS, _INCOMPLETE, _INTENTS) if entry.name.endswith(each)), None)
+                suffix = next(
+                    (each for each in (RECORDS_SUFFIX, _INCOMPLETE, _INTENTS) if entry.name.endswith(each)), None
+                )
                 if suffix is None or entry.name == suffix:
                     continue
                 rollout_id = entry.name.removesuffix(suffix)
-                size = _size(entry) if suffix == _RECORDS else 0
+                size = _size(entry) if suffix == RECORDS_SUFFIX else 0
                 sizes[rollout_id] = sizes.get(rollout_id, 0) + size
     except OSError as error:
         raise StoreError(f"cannot read the directory of captures {path}: {error.strerror}") from None
     return dict(sorted(sizes.items()))
+
+
+def compressed_files(path: Path) -> list[str]:
+    """Names of files with records that are not read, because they are compressed, sorted. Raises `StoreError`."""
+    try:
+        with os.scandir(path) as entries:
+            return sorted(entry.name for entry in entries if entry.name.endswith(f"{RECORDS_SUFFIX}.gz"))
+    except OSError as error:
+        raise StoreError(f"cannot read the directory of captures {path}: {error.strerror}") from None
 
 
 def _size(entry: os.DirEntry[str]) -> int:
@@ -119,13 +131,13 @@ def read_rollout(path: Path, rollout_id: str) -> Snapshot:
     except InvalidRolloutIdError as error:
         problems.append(problem(ProblemReason.INVALID_ROLLOUT_ID, None, "rollout_id", str(error)))
     base = os.path.join(path, rollout_id)  # not a Path: to make one takes as long as to open a file
-    text = _content(f"{base}{_RECORDS}", problems) or b""
+    text = _content(f"{base}{RECORDS_SUFFIX}", problems) or b""
     reader = LineReader(text)
     records: list[Record] = []
-    for begin, end in _lines(text):
+    for number, (begin, end) in enumerate(_lines(text), start=1):
         parsed = reader.read(begin, end)
         if isinstance(parsed, RecordProblem):
-            problems.append(parsed)
+            problems.append(replace(parsed, detail=f"line {number} of {rollout_id}{RECORDS_SUFFIX}: {parsed.detail}"))
         elif parsed is not None:
             records.append(parsed)
 

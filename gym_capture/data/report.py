@@ -9,11 +9,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 from gym_capture.data.groups import RolloutSummary
 from gym_capture.reasons import reason_name
 
 __all__ = ["BuildReport"]
+
+EXAMPLES: Final = 3
+"""Of each reason, to look into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +33,8 @@ class BuildReport:
     """Rollouts that left nothing at all. Sorted."""
     mask_reasons: Mapping[str, int]
     """Rollouts by the name of a reason to mask them, the most frequent first; one may count under several."""
+    mask_examples: Mapping[str, tuple[str, ...]]
+    """By the name of a reason: the first few rollouts that it masks, by id."""
     trajectories: int
     token_ids: int
     """Ids of all trajectories, prompts included."""
@@ -63,13 +69,18 @@ def report(requested: Iterable[str], summaries: Iterable[RolloutSummary]) -> Bui
     excluded = Counter[str]()
     for summary in known:
         excluded.update(summary.excluded_tokens)
-    reasons = Counter(name for summary in known for name in {reason_name(reason) for reason in summary.mask_reasons})
+    masked_for: dict[str, list[str]] = {}
+    for summary in known:
+        for name in {reason_name(reason) for reason in summary.mask_reasons}:
+            masked_for.setdefault(name, []).append(summary.rollout_id)
+    reasons = _most_first({name: len(rollouts) for name, rollouts in masked_for.items()})
     return BuildReport(
         requested=len(asked),
         complete=len(captured) - len(incomplete),
         incomplete=incomplete,
         missing=missing,
-        mask_reasons=_most_first(reasons),
+        mask_reasons=reasons,
+        mask_examples={name: tuple(masked_for[name][:EXAMPLES]) for name in reasons},
         trajectories=sum(summary.trajectories for summary in known),
         token_ids=sum(summary.token_ids for summary in known),
         generated_tokens_captured=sum(summary.generated_tokens_captured for summary in known),

@@ -48,6 +48,8 @@ _MARKED: Final = {
 _MARKERS: Final = {name.encode(): b"%d" % marker for name, marker in _MARKED.items()}
 _MARKERS_BEGIN: Final = b"-4611686018427388"
 _ARRAY_BEGINS: Final = re.compile(rb'"(prompt_token_ids|generation_(?:token_ids|log_probs))"[ \t]*:[ \t]*\[')
+_WITHIN_ITSELF: Final = re.compile(r"(?<=at )line 1 (?=column)|(?<=: )line 1 (?=column)")
+"""Parsers count lines, too, and each line is a text of its own to them: theirs would be taken for that of the file."""
 _OF_IDS: Final = b"0123456789, "
 _OF_LOG_PROBS: Final = b"0123456789+-.eE, "
 _CONVERSATIONS: Final = 4
@@ -214,7 +216,7 @@ def read_strictly(line: bytes) -> Record | RecordProblem | None:
     try:
         found = strict_json(line)
     except ValueError as error:
-        return _not_json(line, str(error))
+        return _not_json(line, _WITHIN_ITSELF.sub("", str(error)))
     if not isinstance(found, dict):
         return problem(ProblemReason.MALFORMED_RECORD, None, None, f"must be an object: got {type(found).__name__}")
     named = found.get("model_call_id")

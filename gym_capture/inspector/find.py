@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Final
 
 from gym_capture.data.log_directories import holds_logs
-from gym_capture.data.nemo_gym import rollout_sizes
-from gym_capture.errors import ConfigError
+from gym_capture.data.nemo_gym import RECORDS_SUFFIX, rollout_sizes
+from gym_capture.errors import ConfigError, StoreError
 from gym_capture.inspector.source import NOTHING_KNOWN, Options, Source
 
 JOB_FILE: Final = "job.json"
+_CALLS_WITHOUT_IDS: Final = ".capture.jsonl"
 _KNOWN: Final = (
     "a graph's records (segment-*.log, or shard-* with them), a job's directory (job.json), built trajectories "
     "(part-*.parquet) or NeMo Gym's captures (*.tokens.jsonl)"
@@ -51,4 +52,35 @@ def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | N
         raise ConfigError(f"{error.filename} may not be read: {error.strerror}") from None
     except OSError as error:
         raise ConfigError(f"{error.filename} cannot be read: {error.strerror}") from None
-    raise ConfigError(f"{path} holds nothing to look into: name a directory with {_KNOWN}")
+    raise ConfigError(f"{path} holds nothing to look into: {_instead(path)}")
+
+
+def _instead(path: Path) -> str:
+    """What to name in the place of a path that leads to nothing."""
+    if not path.is_dir():
+        return (
+            f"name its directory, {path.parent}"
+            if path.name.endswith(RECORDS_SUFFIX)
+            else f"name a directory with {_KNOWN}"
+        )
+    names = sorted(each.name for each in path.iterdir())
+    if any(name.endswith(f"{RECORDS_SUFFIX}.gz") for name in names):
+        return f"its {RECORDS_SUFFIX}.gz are compressed: gunzip them"
+    if any(name.endswith(_CALLS_WITHOUT_IDS) for name in names):
+        return (
+            f"its *{_CALLS_WITHOUT_IDS} are NeMo Gym's captures without token ids; those with ids are *{RECORDS_SUFFIX}"
+        )
+    below = next((path / name for name in names if (path / name).is_dir() and _is_source(path / name)), None)
+    return f"name a directory with {_KNOWN}" if below is None else f"did you mean {below}?"
+
+
+def _is_source(path: Path) -> bool:
+    try:
+        return (
+            (path / JOB_FILE).is_file()
+            or any(path.glob("*.parquet"))
+            or bool(holds_logs(path))
+            or bool(rollout_sizes(path))
+        )
+    except (OSError, StoreError):
+        return False

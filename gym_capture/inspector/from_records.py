@@ -46,6 +46,7 @@ from gym_capture.reasons import (
     ExcludedReason,
     MaskReason,
     TokenReason,
+    join_reason,
     reason_name,
     split_reason,
 )
@@ -93,6 +94,7 @@ def see_records(
         trajectories=chains.trajectories(),
         splits=splits,
         mask_reasons=masks,
+        mask_details=_details(snapshot),
         chains=built.counts.chains,
         eligible_links=built.counts.eligible_links,
         exact_links=built.counts.contiguous_links,
@@ -107,6 +109,15 @@ def see_records(
         },
         input_json=input_json,
     )
+
+
+def _details(snapshot: Snapshot) -> dict[str, tuple[str, ...]]:
+    """What is wrong with records, by the reason that it masks for."""
+    found: dict[str, tuple[str, ...]] = {}
+    for each in snapshot.problems:
+        reason = join_reason(each.reason, each.call_id, each.field)
+        found[reason] = (*found.get(reason, ()), each.detail)
+    return found
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------

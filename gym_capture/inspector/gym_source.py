@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Final
 
-from gym_capture.data.nemo_gym import read_rollout, rollout_sizes
+from gym_capture.data.nemo_gym import RECORDS_SUFFIX, compressed_files, read_rollout, rollout_sizes
 from gym_capture.inspector.from_records import see_records
 from gym_capture.inspector.log_source import state_of
 from gym_capture.inspector.seen import SeenRollout
 from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source
-
-_RECORDS: Final = ".tokens.jsonl"
 
 
 class GymSource(Source):
@@ -28,7 +25,9 @@ class GymSource(Source):
         self._sizes: dict[str, int] = {}
 
     def found(self) -> str:
-        return f"{len(rollout_sizes(self._directory)):,} rollouts that NeMo Gym captured, in {self.directory}"
+        found = f"{len(rollout_sizes(self._directory)):,} rollouts that NeMo Gym captured, in {self.directory}"
+        left = len(compressed_files(self._directory))
+        return f"{found}; {left:,} files are compressed, and not read: gunzip *{RECORDS_SUFFIX}.gz" if left else found
 
     @property
     def _directory(self) -> Path:
@@ -44,7 +43,7 @@ class GymSource(Source):
 
     def _basics(self, rollout_id: str) -> Basics:
         try:
-            changed_at = os.stat(self._directory / f"{rollout_id}{_RECORDS}").st_mtime
+            changed_at = os.stat(self._directory / f"{rollout_id}{RECORDS_SUFFIX}").st_mtime
         except OSError:
             changed_at = None
         return Basics(rollout_id=rollout_id, state=state_of(None, may_grow=False), finished_at=changed_at)

@@ -13,6 +13,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,9 +21,9 @@ from gym_capture.data.added_lines import AddedLines
 from gym_capture.errors import GymCaptureError
 from gym_capture.inspector.log_source import is_locked
 from gym_capture.inspector.parquet_source import ParquetSource, parquet_files
-from gym_capture.inspector.seen import SeenRollout, with_outcome
+from gym_capture.inspector.seen import Role, SeenRollout, with_outcome
 from gym_capture.inspector.source import NOTHING_KNOWN, Basics, Look, Options, Shows, Source, State
-from gym_capture.reasons import AttemptFailure, MaskReason, join_reason
+from gym_capture.reasons import AttemptFailure, CaptureMark, MaskReason, join_reason, split_reason
 from gym_capture.regular_files import open_regular
 from gym_capture.rollouts.ledger import ATTEMPTS_FILE, FAILURES_FILE, ROWS_FILE, read_job
 
@@ -30,6 +31,7 @@ METRICS_FILE: Final = "metrics.jsonl"
 _LONGEST_LINE: Final = 32 << 20
 _MOST_TEXT: Final = 400
 """Characters of what a row of the table says."""
+_RECORDED_SINCE: Final = "the call was still under way when this was built; its record came later: build again"
 _MOST_STEPS_BYTES: Final = 64 * 2**20
 _MOST_INTEGER: Final = 1 << 63
 
@@ -57,6 +59,8 @@ class JobSource(Source):
         self._known: dict[str, Basics] = {}
         self._over: set[str] = set()
         """Rollouts that have a row."""
+        self._said: dict[str, str] = {}
+        """Of failed ones, in words."""
         self.is_read_whole = records is not None
 
     @property
@@ -82,6 +86,8 @@ class JobSource(Source):
             self._playing.pop(row["rollout_id"], None)
         for row in rows:
             changed[row["rollout_id"]] = _basics(row, self._harness)
+            if (said := _said(row)) is not None:
+                self._said[row["rollout_id"]] = said
         self._over.update(changed)
         for rollout_id, row in self._playing.items():
             now = _playing(row, self._harness, State.LIVE if is_live else State.FAILED)
@@ -117,14 +123,19 @@ class JobSource(Source):
         rows = [] if self._built is None else self._built.rows(rollout_id)
         seen = None if self._records is None else self._records.read(rollout_id)
         masks = () if known is None or known.mask_reason is None else (known.mask_reason,)
-        if seen is None and rows and self._built is not None:
-            return self._built.read(rollout_id)
+        details = {reason: (said,) for reason in masks if (said := self._said.get(rollout_id))}
+        if seen is None and rows and self._built is not None and (built := self._built.read(rollout_id)) is not None:
+            return replace(built, mask_details={**built.mask_details, **details})
         if seen is None and known is None:
             return None
         if seen is None:
-            return SeenRollout(rollout_id=rollout_id, calls=(), trajectories=(), mask_reasons=masks)
+            return SeenRollout(
+                rollout_id=rollout_id, calls=(), trajectories=(), mask_reasons=masks, mask_details=details
+            )
         advantage = rows[0]["advantage"] if rows else None
-        return with_outcome(seen, mask_reasons=rows[0]["mask_reasons"] if rows else masks, advantage=advantage)
+        reasons = rows[0]["mask_reasons"] if rows else masks
+        details |= {reason: (_RECORDED_SINCE,) for reason in reasons if _is_recorded(reason, seen)}
+        return with_outcome(seen, mask_reasons=reasons, mask_details=details, advantage=advantage)
 
     def steps(self) -> Sequence[dict[str, Any]]:
         assert self.directory is not None
@@ -195,6 +206,22 @@ def _built_in(directory: Path, options: Options) -> ParquetSource | None:
 def _name_of(settings: object) -> str | None:
     name = settings.get("name") if isinstance(settings, Mapping) else settings
     return name if isinstance(name, str) else None
+
+
+def _is_recorded(reason: str, seen: SeenRollout) -> bool:
+    """Whether a call that a build took for lost has a record by now."""
+    name, call_id = split_reason(reason)
+    return name == CaptureMark.DANGLING_INTENT and any(
+        call.call_id == call_id and call.role != Role.OPEN for call in seen.calls
+    )
+
+
+def _said(row: Mapping[str, Any]) -> str | None:
+    """How a rollout failed, in the words of its line."""
+    detail, call = (_text(row.get(name)) for name in ("detail", "failed_call"))
+    if row.get("status") != State.FAILED or not detail:
+        return None
+    return detail if not call else f"{detail} (call {call})"
 
 
 def _basics(row: Mapping[str, Any], harness: str | None) -> Basics:

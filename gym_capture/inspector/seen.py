@@ -12,6 +12,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 import numpy as np
@@ -184,6 +185,9 @@ class SeenRollout:
     """Those that are delivered first."""
     splits: tuple[Split, ...] = ()
     mask_reasons: tuple[str, ...] = ()
+    mask_details: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By reason, as it stands in `mask_reasons`, what is known beyond its name: where a record is wrong, how an agent
+    failed."""
     chains: int | None = None
     eligible_links: int | None = None
     exact_links: int | None = None
@@ -204,7 +208,13 @@ class SeenRollout:
         return arrays + _CALL_BYTES * len(self.calls)
 
 
-def with_outcome(seen: SeenRollout, *, mask_reasons: Sequence[str], advantage: float | None) -> SeenRollout:
+def with_outcome(
+    seen: SeenRollout,
+    *,
+    mask_reasons: Sequence[str],
+    advantage: float | None,
+    mask_details: Mapping[str, tuple[str, ...]] = MappingProxyType({}),
+) -> SeenRollout:
     """The rollout with what records cannot show: reasons to mask it, and its advantage in its group."""
     masks = tuple(dict.fromkeys((*seen.mask_reasons, *mask_reasons)))
     is_newly_masked = bool(masks) and not seen.mask_reasons
@@ -214,6 +224,7 @@ def with_outcome(seen: SeenRollout, *, mask_reasons: Sequence[str], advantage: f
     return replace(
         seen,
         mask_reasons=masks,
+        mask_details={**seen.mask_details, **mask_details},
         trajectories=tuple(trajectories),
         trained_tokens=0 if masks else seen.trained_tokens,
     )

@@ -2,8 +2,9 @@
 
 Invariant: `at` ids are the same in both, and the next ones differ, or one of the two ends there.
 
-A record that is unresolved does not say which call its conversation continues: had that been provable, it would be the
-parent. So the call before it that has most ids in common is shown, which is a picture and no proof.
+A parent that a record names, and that is no prefix of it, is the one to compare with. A record that is unresolved does
+not say which call its conversation continues: had that been provable, it would be the parent. So the call before it
+that has most ids in common is shown, which is a picture and no proof.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from gym_capture.capture.records import IdArray, TokenEntry
+from gym_capture.capture.records import Continues, IdArray, TokenEntry
 from gym_capture.capture.suffixes import begins_alike
 from gym_capture.inspector.seen import Side, Split
 
@@ -25,10 +26,14 @@ _BLOCK: Final = 4096
 
 
 def split_of(entry: TokenEntry, earlier: Sequence[TokenEntry], reason: str | None) -> Split | None:
-    """Where the prompt parts from the one of `earlier` that it shares most with; None: it shares nothing with any."""
-    best: TokenEntry | None = None
-    most = 0
-    for other in reversed(earlier[-_CANDIDATES:]):
+    """Where the prompt parts from the one of `earlier` that it shares most with; None: it shares nothing with any.
+
+    From the parent that its record names, if it names one that is at hand.
+    """
+    named = entry.parent.call_id if isinstance(entry.parent, Continues) else None
+    best = next((other for other in earlier if other.model_call_id == named), None)
+    most = 0 if best is None else common_ids(entry.prompt_token_ids, best)
+    for other in reversed(earlier[-_CANDIDATES:]) if best is None else ():
         common = common_ids(entry.prompt_token_ids, other)
         if common > most:
             best, most = other, common

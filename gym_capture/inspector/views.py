@@ -72,6 +72,7 @@ def rollout_view(seen: SeenRollout, row: Row | None, *, cursor: str) -> dict[str
         "harness": None if row is None else row.harness,
         "mask_reason": seen.mask_reasons[0] if seen.mask_reasons else None,
         "mask_reasons": list(seen.mask_reasons),
+        "mask_details": {reason: list(details) for reason, details in seen.mask_details.items()},
         "generated_tokens": seen.generated_tokens,
         "trained_tokens": seen.trained_tokens,
         "trajectories": len(seen.trajectories),

@@ -98,6 +98,9 @@ export interface Rollout {
   state: string | null;
   reward: number | null;
   mask_reason: string | null;
+  mask_reasons: string[];
+  /** By reason, what is known of it beyond its name. */
+  mask_details: Record<string, string[]>;
   attempt: number | null;
   harness: string | null;
   cursor: string | number | null;

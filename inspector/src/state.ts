@@ -11,6 +11,8 @@ export interface Job {
   cursor: string | number | null;
   /** There is more to come, though nothing is live: the source is still being read. */
   reading: boolean;
+  /** Rollouts of which some columns are still being read. */
+  unread: number;
 }
 export const job = signal<Job | null>(null);
 export const jobError = signal<string | null>(null);
@@ -43,8 +45,9 @@ export async function loadJob(): Promise<void> {
     const { cursor, gone = [] } = answer;
     const kept = answer.is_all ? undefined : before?.columns;
     const same = kept !== undefined && gone.length === 0 && !answer.columns.rollout?.length;
-    const reading = answer.complete === false || (answer.unread ?? 0) > 0;
-    job.value = { columns: same ? kept : merged(kept && without(kept, gone), answer.columns), cursor, reading };
+    const unread = answer.unread ?? 0;
+    const reading = answer.complete === false || unread > 0;
+    job.value = { columns: same ? kept : merged(kept && without(kept, gone), answer.columns), cursor, reading, unread };
     jobError.value = answer.problem ?? null;
   } catch (error) {
     jobError.value = String(error instanceof Error ? error.message : error);

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -113,6 +114,25 @@ def test_who_is_shown_reasons_is_told_where_they_are_explained(
     shown = capsys.readouterr()
     assert "masked: dangling_intent" in shown.out
     assert "`gym-capture explain REASON` says what" in shown.err
+    # ... and which rollout to look into, with what.
+    assert re.search(r"masked: dangling_intent +1 +r1 ", shown.out)
+    assert f"`gym-capture inspect r1 {captures}` says why" in shown.err.replace("\n", "")
+    assert json.loads((tmp_path / "masked" / "_report.json").read_text())["mask_examples"] == {
+        "dangling_intent": ["r1"]
+    }
+
+
+def test_a_damaged_file_is_one_short_line_and_a_compressed_one_is_not_passed_over(
+    captures: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (captures / "r1.tokens.jsonl").write_bytes(b"damage\n" * 100)
+    (captures / "r9.tokens.jsonl.gz").touch()
+    assert gym_capture("build", captures, "--out", tmp_path / "out") == 0
+    said = capsys.readouterr().err
+    (line,) = [each for each in said.splitlines() if "r1.tokens.jsonl" in each]
+    assert line.startswith("warning: r1: line 1 of r1.tokens.jsonl: ")
+    assert line.endswith("; ... and 99 more")
+    assert "1 files are compressed, and were not read: gunzip r9.tokens.jsonl.gz" in said
 
 
 def test_a_rollout_without_a_usable_record_has_a_row(captures: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from starlette.testclient import TestClient
 from gym_capture import cli
 from gym_capture.commands.inspect_view import visible
 from gym_capture.inspector.log_source import LogSource
+from gym_capture.reasons import AttemptFailure, MaskReason
 from tests.inspector.world import inspector, write_world
 
 Run = Any
@@ -63,6 +64,22 @@ def test_where_a_prompt_parts_is_shown_with_its_reason_in_words(log: Path, run: 
     assert "state failed" in out
     assert "tail_differs: " in out
     assert "#2 parts from #1 after 7 ids" in out
+
+
+def test_what_masks_a_rollout_is_said_with_what_it_means_and_what_to_do(log: Path, run: Run, tmp_path: Path) -> None:
+    _, out, _ = run("two", log)
+    lines = [line.strip() for line in out.splitlines()]
+    at = lines.index("masked: incomplete:agent_failed")
+    assert lines[at + 1 : at + 3] == [MaskReason.INCOMPLETE.means, f"agent_failed: {AttemptFailure.AGENT_FAILED.means}"]
+    assert lines[at + 3] == f"What to do: {AttemptFailure.AGENT_FAILED.what_to_do}"
+    # What is known beyond the name, whoever's words it is, and that there is no call.
+    (tmp_path / "r.tokens.jsonl").write_bytes(b"\x1bdamage\n" * 9)
+    code, out, _ = run("r", tmp_path)
+    lines = [line.strip() for line in out.splitlines()]
+    at = lines.index("masked: malformed_record")
+    assert [line.split(":")[0] for line in lines[at + 1 : at + 4]] == [f"line {n} of r.tokens.jsonl" for n in (1, 2, 3)]
+    assert lines[at + 4] == "... and 6 more"
+    assert (code, "no call of it is on record" in out, "--records" in out) == (0, True, False)
 
 
 def test_no_text_of_an_agent_does_anything_to_a_terminal(log: Path, run: Run) -> None:

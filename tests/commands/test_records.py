@@ -100,6 +100,7 @@ def test_rollouts_are_listed(state: Path, capsys: pytest.CaptureFixture[str]) ->
         ["r3", "1", "2", "2", "", "", "2023-11-14 22:13:20+00:00"],
     ]
     assert shown.err.startswith("3 rollouts, 1 consumed and kept; 2 logs")
+    assert f"`gym-capture inspect r2 {state}` says what is amiss" in shown.err
 
 
 @pytest.mark.parametrize("force_color", [{}, {"FORCE_COLOR": "1"}])

@@ -21,7 +21,10 @@ from openai.types.responses import Response
 from gym_capture import cli
 from gym_capture.commands.fence import Fence
 from gym_capture.commands.playing import id_of
-from gym_capture.commands.rollouts import summarized
+from gym_capture.commands.rollouts import built_line, summarized
+from gym_capture.data.group_files import StreamReport
+from gym_capture.data.groups import RolloutSummary
+from gym_capture.data.report import report
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import RecordError
 from gym_capture.rollout_counts import RolloutCounts
@@ -68,6 +71,33 @@ def test_a_job_of_which_everything_failed_before_says_what_to_do() -> None:
     assert line == (
         "0 of 1 rollouts finished; 1 failed for good; 1 were over before this run; failed attempts: refused 1x; "
         "the first to fail, j.t.0: nobody there; nothing was left to play: name another --out to start anew"
+    )
+
+
+@pytest.mark.parametrize(("out", "where"), [("job/trajectories", "job"), ("elsewhere", "elsewhere")])
+def test_what_was_masked_is_named_with_the_command_that_says_why(out: str, where: str) -> None:
+    masks = (("j.t.1", ("incomplete:failed",)), ("j.t.2", ("no_calls",)), ("j.t.3", ("no_calls",)), ("j.t.0", ()))
+    built = report([name for name, _ in masks], [summary(name, reasons) for name, reasons in masks])
+    line = built_line(StreamReport(built=built, kept=0, changed=()), out, Path("job"))
+    assert "1 of 4 rollouts to train on; masked: no_calls 2x, incomplete 1x; " in line
+    assert f"`gym-capture inspect j.t.2 {where}` says why" in line
+
+
+def summary(rollout_id: str, mask_reasons: tuple[str, ...]) -> RolloutSummary:
+    return RolloutSummary(
+        rollout_id=rollout_id,
+        group_id="t",
+        masked=bool(mask_reasons),
+        mask_reasons=mask_reasons,
+        missing=False,
+        trajectories=1,
+        token_ids=9,
+        generated_tokens_captured=4,
+        generated_tokens_delivered=4,
+        excluded_tokens={},
+        first_prompt=None,
+        snapshot_id="s",
+        snapshot_version=1,
     )
 
 

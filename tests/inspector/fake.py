@@ -300,6 +300,8 @@ class Fake:
             **{
                 name: row[name] for name in ("rollout", "group", "state", "reward", "mask_reason", "attempt", "harness")
             },
+            "mask_reasons": [row["mask_reason"]] if row["mask_reason"] else [],
+            "mask_details": {},
             "cursor": str(len(calls)),
             "calls": calls,
         }

@@ -130,6 +130,63 @@ def test_captures_of_nemo_gym(log: Path, tmp_path: Path) -> None:
     assert broken is not None
     assert broken.mask_reason is not None
     assert broken.mask_reason.startswith("malformed_record")
+    seen = library.rollout("two")
+    assert seen is not None
+    ((reason, (detail,)),) = seen.mask_details.items()
+    assert reason in seen.mask_reasons
+    assert detail.startswith("line 1 of two.tokens.jsonl: ")
+    assert detail.count("line") == 1  # not the line of a parser, to which each line is a text of its own
+
+
+def test_captures_that_are_compressed_are_not_passed_over_in_silence(log: Path, tmp_path: Path) -> None:
+    with open_files("nemo-gym", tmp_path, overwrite=False) as files:
+        for snapshot in read_snapshots(log):
+            files.add(snapshot)
+    (tmp_path / "five.tokens.jsonl.gz").touch()
+    assert "1 files are compressed, and not read" in open_path(tmp_path).found()
+
+
+@pytest.mark.parametrize(
+    ("file", "named", "said"),
+    [
+        ("r.capture.jsonl", ".", "without token ids"),
+        ("r.tokens.jsonl.gz", ".", "gunzip"),
+        ("run/captures/r.tokens.jsonl", "run", "did you mean .*captures?"),
+        ("r.tokens.jsonl", "r.tokens.jsonl", "name its directory"),
+    ],
+)
+def test_who_names_what_is_beside_captures_is_told_what_to_name(
+    tmp_path: Path, file: str, named: str, said: str
+) -> None:
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / file).touch()
+    with pytest.raises(ConfigError, match=said):
+        open_path(tmp_path / named)
+
+
+def test_a_parent_that_a_record_names_is_what_its_prompt_is_compared_with(tmp_path: Path) -> None:
+    lines = [
+        capture("a", [1, 2], [3], parent_resolution="root"),
+        capture("b", [9, 2, 3, 4], [5], parent_resolution="resolved", parent_call_id="a"),
+    ]
+    (tmp_path / "r.tokens.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    seen = library_of(open_path(tmp_path)).rollout("r")
+    assert seen is not None
+    (split,) = seen.splits
+    assert (split.call_id, split.before, split.at, split.reason) == ("b", "a", 0, "parent_mismatch")
+    assert (split.held.ids.tolist(), split.sent.ids.tolist()) == ([1, 2, 3], [9, 2, 3, 4])
+
+
+def capture(call_id: str, prompt: list[int], generation: list[int], **fields: Any) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "rollout_id": "r",
+        "model_call_id": call_id,
+        "prompt_token_ids": prompt,
+        "generation_token_ids": generation,
+        "generation_log_probs": [-0.5] * len(generation),
+        **fields,
+    }
 
 
 # --- jobs ------------------------------------------------------------------------------------------------------------
@@ -161,7 +218,18 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
         library = library_of(source)
         assert {each.rollout: each.state for each in library.rows()} == {"one": "finished", "two": "live"}
         assert source.is_live
-        ledger.add_row(row("two", 1, status="failed", reward=None, error="agent_timeout", attempt=2))
+        ledger.add_row(
+            row(
+                "two",
+                1,
+                status="failed",
+                reward=None,
+                error="agent_timeout",
+                attempt=2,
+                detail="no reply",
+                failed_call="c3",
+            )
+        )
         library.settle()
     assert not source.is_live
     one, two = (library.row(name) for name in ("one", "two"))
@@ -171,6 +239,7 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     assert (two.state, two.mask_reason, two.attempt) == ("failed", "incomplete:agent_timeout", 2)
     seen = library.rollout("two")
     assert seen is not None
+    assert seen.mask_details["incomplete:agent_timeout"] == ("no reply (call c3)",)
     assert seen.mask_reasons == ("incomplete:agent_timeout",)  # the ledger's word, and not that of the records
     assert not any((each.kinds == TokenKind.TRAINED).any() for each in seen.trajectories)
     # Without records: what was built, and of what was not, the row.

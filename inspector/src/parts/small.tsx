@@ -8,30 +8,53 @@ export function reasonName(reason: string): string {
   return reason.split(":", 1)[0] ?? reason;
 }
 
-/** A reason: its name, and on demand what it means and what to do. */
-export function Reason({ reason, words, open }: { reason: string; words?: string | null | undefined; open?: boolean }) {
+interface ReasonProps {
+  reason: string;
+  words?: string | null | undefined;
+  /** What is known of it beyond its name. */
+  said?: string[] | undefined;
+  open?: boolean;
+}
+
+/** A reason: its name, and on demand what is known of it here, what it means and what to do. */
+export function Reason({ reason, words, said = [], open }: ReasonProps) {
   const text = source.value?.reasons[reasonName(reason)];
+  // What it is about may be a reason itself: `incomplete:call_timeout`.
+  const about = source.value?.reasons[reason.split(":")[1] ?? ""];
   const means = text?.meaning ?? text?.means;
   return (
     <details class="reason" open={open}>
       <summary>
         <code>{reason}</code>
       </summary>
+      {said.slice(0, MOST_SAID).map((each, at) => (
+        <p key={at} class="known">
+          {each}
+        </p>
+      ))}
+      {said.length > MOST_SAID && <p class="muted">and {said.length - MOST_SAID} more</p>}
       {words && words !== means && <p>{words}</p>}
       {means && (
         <p>
           <Words text={means} />
         </p>
       )}
-      {text?.what_to_do && (
+      {about && (
         <p>
-          <b>What to do:</b> <Words text={text.what_to_do} />
+          <Words text={about.meaning ?? about.means ?? ""} />
+        </p>
+      )}
+      {(about ?? text)?.what_to_do && (
+        <p>
+          <b>What to do:</b> <Words text={(about ?? text)?.what_to_do ?? ""} />
         </p>
       )}
       {!text && !words && <p>No words for this reason: it was written by something else.</p>}
     </details>
   );
 }
+
+const MOST_SAID = 3;
 
 /** What stands between backticks is what one types. */
 function Words({ text }: { text: string }) {

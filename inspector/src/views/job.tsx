@@ -40,12 +40,12 @@ export function JobView({ query }: { query: URLSearchParams }) {
   return (
     <>
       {jobError.value && <Problem error={jobError.value} />}
-      <Loaded columns={all.columns} query={query} />
+      <Loaded columns={all.columns} query={query} unread={all.unread} />
     </>
   );
 }
 
-function Loaded({ columns, query }: { columns: Columns; query: URLSearchParams }) {
+function Loaded({ columns, query, unread }: { columns: Columns; query: URLSearchParams; unread: number }) {
   const filter = useMemo(() => filterOf(query), [query.toString()]);
   const sortBy = query.get("sort") ?? "";
   const down = sortBy.startsWith("-");
@@ -83,7 +83,7 @@ function Loaded({ columns, query }: { columns: Columns; query: URLSearchParams }
   return (
     <div class="job">
       <Plots columns={columns} onRange={(from, to) => change({ from, to })} />
-      <Filters columns={columns} filter={filter} change={change} input={text} shown={rows.length} />
+      <Filters columns={columns} filter={filter} change={change} input={text} shown={rows.length} unread={unread} />
       <JobTable columns={columns} rows={rows} selected={Math.min(at, Math.max(0, rows.length - 1))} sort={sort} down={down} onSort={onSort} onSelect={setAt} />
     </div>
   );
@@ -97,9 +97,11 @@ interface FiltersProps {
   change: (next: Partial<Filter>) => void;
   input: { current: HTMLInputElement | null };
   shown: number;
+  /** Rollouts of which it is not known yet whether they are masked. */
+  unread: number;
 }
 
-function Filters({ columns, filter, change, input, shown }: FiltersProps) {
+function Filters({ columns, filter, change, input, shown, unread }: FiltersProps) {
   const options = useMemo(
     () => ({ state: choices(columns.state), mask: choices(columns.mask_reason), harness: choices(columns.harness) }),
     [columns],
@@ -135,6 +137,7 @@ function Filters({ columns, filter, change, input, shown }: FiltersProps) {
       )}
       <span class="shown" role="status">
         {shown === columns.rollout.length ? `${count(shown)} rollouts` : `${count(shown)} of ${count(columns.rollout.length)} rollouts`}
+        {unread > 0 && `, ${count(unread)} still being read`}
       </span>
     </form>
   );

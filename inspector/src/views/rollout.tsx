@@ -82,7 +82,7 @@ export function RolloutView({ rollout, call }: { rollout: string; call: string |
               addNote={(note) => add(shownCall.call, null, note)}
             />
           )}
-          {calls.length === 0 && <p class="waiting">No call yet.</p>}
+          {calls.length === 0 && <p class="waiting">{data.state === "live" ? "No call yet." : "No call of it is on record here."}</p>}
         </div>
       </div>
     </div>
@@ -100,6 +100,9 @@ function trajectoryOf(rollout: string, trajectories: Trajectory[], call: Call | 
   return link.trajectory(rollout, 0);
 }
 
+/** A file that is damaged may have a reason for each of its lines. */
+const MOST_REASONS = 4;
+
 function Summary({ data, trajectories }: { data: Rollout; trajectories: Trajectory[] }) {
   return (
     <header class="summary">
@@ -113,9 +116,12 @@ function Summary({ data, trajectories }: { data: Rollout; trajectories: Trajecto
         <Fact name="attempt">{data.attempt}</Fact>
         <Fact name="harness">{data.harness}</Fact>
         <Fact name="group">{data.group && <a href={link.group(data.group)}>{data.group}</a>}</Fact>
-        {data.mask_reason && (
+        {data.mask_reasons.length > 0 && (
           <Fact name="masked">
-            <Reason reason={data.mask_reason} />
+            {data.mask_reasons.slice(0, MOST_REASONS).map((reason) => (
+              <Reason key={reason} reason={reason} said={data.mask_details[reason]} open={data.calls.length === 0} />
+            ))}
+            {data.mask_reasons.length > MOST_REASONS && <i class="muted">and {data.mask_reasons.length - MOST_REASONS} more</i>}
           </Fact>
         )}
       </dl>
