@@ -52,7 +52,7 @@ from gym_capture.serving.weights_messages import (
     Version,
     Welcome,
 )
-from gym_capture.serving.weights_record import WeightsRecord
+from gym_capture.serving.weights_record import Copies, WeightsRecord
 from gym_capture.weights import PauseMode, Payload
 
 logger = logging.getLogger(__name__)
@@ -152,10 +152,10 @@ class WeightPlane:
             raise StoreUnavailableError(f"which weights are served cannot be written down: {error}") from error
         self._current = version
 
-    async def keep_copied(self) -> None:
-        """Makes another copy of the record if the one that was there is lost."""
+    async def keep_copied(self, copies: Copies | None) -> None:
+        """Makes another copy of the record if the one that was there is lost, or there is to be one now."""
         try:
-            await asyncio.to_thread(self._record.keep_copied)
+            await asyncio.to_thread(self._record.keep_copied, copies)
         except (OSError, StoreError) as error:
             logger.error("the record of the weights has no copy: %s", error)
 
