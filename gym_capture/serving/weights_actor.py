@@ -73,7 +73,9 @@ class WeightCoordinator:
                 # An actor that was started to have none, was told to have them, and starts anew, finds one that runs.
                 self._is_copied = self._is_copied or await asyncio.to_thread(_has_copy, self._all_copies())
                 record = WeightsRecord(self._directory, copies=self._copies())
-                self._plane = plane = await asyncio.to_thread(WeightPlane, record, **self._timeouts)
+                self._plane = plane = await asyncio.to_thread(
+                    WeightPlane, record, on_over=self._metrics.over, **self._timeouts
+                )
                 self._looking = [
                     asyncio.create_task(_look(plane, self._metrics)),
                     asyncio.create_task(_look_for_copy(plane, self._copies)),
@@ -105,17 +107,9 @@ class WeightCoordinator:
 
     async def operate(self, operation: Operation, arguments: Mapping[str, Any]) -> object:
         """What a trainer asks."""
-        asked = _operations(await self.opened())[operation](**arguments)
-        try:
-            said = await asked
-        except GymCaptureError as error:
-            if operation in ("start", "update", "finish"):
-                self._metrics.not_applied(error)
-            raise
+        said = await _operations(await self.opened())[operation](**arguments)
         if operation == "finish":
-            self._metrics.applied(paused_s=cast("Mapping[str, float]", said)["paused_s"])
-        elif operation == "abort" and said:
-            self._metrics.ended("aborted")
+            self._metrics.was_paused(cast("Mapping[str, float]", said)["paused_s"])
         return said
 
 
@@ -141,8 +135,7 @@ async def _look(plane: WeightPlane, metrics: WeightMetrics) -> None:
         metrics.publish(await plane.info())
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            if await plane.give_up_if_silent():
-                metrics.ended("given_up")
+            await plane.give_up_if_silent()
         except GymCaptureError as error:
             logger.error("could not go on without the trainer: %s", error)
 

@@ -166,7 +166,8 @@ async def weights_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailableError):
         await CoordinatorClient(actor).operate("start")
     beside = WeightMetrics(namespace="scraped")
-    beside.applied(paused_s=0.5)
+    beside.was_paused(0.5)
+    beside.over("failed")
     beside.publish({"weight_version": "7", "replicas": ["a"], "waiting_replicas": [], "is_paused": False})
 
 
