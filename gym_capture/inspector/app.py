@@ -196,7 +196,7 @@ class _Api:
         self._search_s = search_s
         self._searching = threading.Lock()
         directory = library.source.directory
-        self._notes = None if directory is None else AnnotationFile(directory)
+        self._files: dict[Path, AnnotationFile] = {}
         self._annotator = None if directory is None else Annotator(directory)
 
     def source(self) -> Response:
@@ -210,7 +210,7 @@ class _Api:
                     "records": source.shows.records,
                     "trajectories": source.shows.trajectories,
                     "job": source.shows.job,
-                    "annotations": self._notes is not None,
+                    "annotations": self._annotator is not None,
                     "texts": self._vocabulary is not None,
                 },
                 "reasons": views.reason_words(),
@@ -220,8 +220,8 @@ class _Api:
         )
 
     def rollouts(self, since: str | None = None) -> Response:
-        if self._notes is not None:
-            for rollout_id, difference in self._notes.news().items():
+        for file in self._notes():
+            for rollout_id, difference in file.news().items():
                 self._library.measured(rollout_id, difference)
         return _json(self._library.rollouts(since))
 
@@ -333,7 +333,12 @@ class _Api:
         self._annotator.add([annotation])
 
     def _annotations(self, rollout: str) -> list[Annotation]:
-        return [] if self._notes is None else self._notes.of(rollout)
+        return [each for file in self._notes() for each in file.of(rollout)]
+
+    def _notes(self) -> list[AnnotationFile]:
+        """Of directories that are there by now: a job may build while it is looked at."""
+        paths = self._library.source.annotated()
+        return [self._files.setdefault(path, AnnotationFile(path)) for path in paths]
 
     def _seen(self, rollout: str) -> SeenRollout:
         check_rollout_id(rollout)
