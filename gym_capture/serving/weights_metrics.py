@@ -57,4 +57,4 @@ class WeightMetrics:
 
     def over(self, outcome: Outcome) -> None:
         """An update has ended."""
-        raise_by(self._counters[UPDATES], 1, {**self._tags, "outcome": outcome})
+        raise_by(self._counters[UPDATES], 1, {**self._tags, "outcome": str(outcome)})

@@ -229,10 +229,10 @@ class WeightPlane:
             except BaseException as error:
                 self._over(outcome_of(error))
                 raise
-            self._over("applied")
+            self._over(Outcome.APPLIED)
             return done
 
-    async def abort(self, outcome: Outcome = "aborted") -> bool:
+    async def abort(self, outcome: Outcome = Outcome.ABORTED) -> bool:
         """Gives up the update under way, and goes on with what is current. False if there was none."""
         async with self._operation():
             update = self._update
@@ -288,7 +288,7 @@ class WeightPlane:
         )
         self._paused_by_trainer = False
         with contextlib.suppress(StoreUnavailableError):  # no replica: nothing to go on
-            await self.abort("given_up")
+            await self.abort(Outcome.GIVEN_UP)
             if self._broken is None:
                 async with self._operation():
                     await self._go_on()
@@ -453,7 +453,7 @@ class WeightPlane:
         failures = failed(answers)
         if not failures:
             return
-        self._over("failed")
+        self._over(Outcome.FAILED)
         why = named(failures, what)
         await self._drop_transfer(why, [answer.member for answer in answers if answer.error is None])
         raise WeightsFailedError(f"{why}; {self._left_with()}")

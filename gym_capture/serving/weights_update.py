@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from enum import StrEnum
 
 from gym_capture.errors import WeightsBusyError, WeightsRefusedError
 from gym_capture.weights import Payload
 
-Outcome: TypeAlias = Literal["applied", "refused", "failed", "aborted", "given_up"]
+
+class Outcome(StrEnum):
+    """What became of an update."""
+
+    APPLIED = "applied"
+    REFUSED = "refused"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    GIVEN_UP = "given_up"
 
 
 @dataclass(slots=True)
@@ -29,4 +37,4 @@ class Update:
 
 def outcome_of(error: BaseException) -> Outcome:
     """Of an update that this error ended."""
-    return "refused" if isinstance(error, WeightsRefusedError | WeightsBusyError) else "failed"
+    return Outcome.REFUSED if isinstance(error, WeightsRefusedError | WeightsBusyError) else Outcome.FAILED
