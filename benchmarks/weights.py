@@ -122,7 +122,8 @@ class Load:
     tokens: int
 
     async def seconds(self, server: str, update: Callable[[], object] | None) -> float:
-        """For how long all of them run, with an update after a third of that or with none."""
+        """For how long all of them run, with an update after a third of that or with none. Ends the benchmark if the
+        update is not over by then."""
 
         async def talk(session: aiohttp.ClientSession) -> None:
             for _ in range(self.calls):
@@ -138,7 +139,13 @@ class Load:
             began = time.monotonic()
             await asyncio.gather(*(talk(session) for _ in range(STREAMS)))
             took_s = time.monotonic() - began
+            was_in_time = pushing.done()
             await pushing
+        if not was_in_time:
+            raise SystemExit(
+                f"all calls of {server} ended after {took_s:.1f} s, before the update did: nothing was measured; "
+                "use a larger model, or a slower machine"
+            )
         return took_s
 
     @classmethod

@@ -31,10 +31,19 @@ class RolloutCounts(NamedTuple):
     """Those of them that are contiguous: their prompt starts with their parent's ids."""
     flaws: int = 0
     """What its capture is known to lack, and records that are at fault: with any, a build masks the rollout."""
+    timed_puts: int = 0
+    """Records of which it is known how long they took to become durable: those of the state actor's present life."""
+    put_s: float = 0.0
+    """What they took, summed: from their arrival in the actor."""
+
+    @property
+    def put_ms(self) -> float | None:
+        """The mean of a record. None: not known."""
+        return 1000 * self.put_s / self.timed_puts if self.timed_puts else None
 
     def plus(self, call: CallCounts) -> RolloutCounts:
         """With one more call."""
-        calls, generated_tokens, eligible_links, contiguous_links, flaws = self
+        calls, generated_tokens, eligible_links, contiguous_links, flaws, timed_puts, put_s = self
         generated, is_eligible, is_supplied = call
         # By place: each put does this, and `_replace` takes four times as long.
         return RolloutCounts(
@@ -43,6 +52,8 @@ class RolloutCounts(NamedTuple):
             eligible_links + is_eligible,
             contiguous_links + is_supplied,
             flaws,
+            timed_puts,
+            put_s,
         )
 
 

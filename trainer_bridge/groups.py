@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from gym_capture.errors import ConfigError
-from trainer_bridge.id_ranges import compact, expanded
+from trainer_bridge.id_ranges import IdRanges, expanded
 from trainer_bridge.stream import TrainRollout, read_rollouts
 
 __all__ = ["AsyncGroupStream", "Group", "GroupSource", "GroupStream", "Position", "StreamCounts", "StreamOptions"]
@@ -80,10 +80,19 @@ class Position:
     """
 
     settled: frozenset[str] = frozenset()
+    _ranges: IdRanges | None = field(default=None, init=False, repr=False, compare=False)
+    """Of `settled`, once they were asked for: a step adds to them."""
+
+    def including(self, ids: Iterable[str]) -> Position:
+        """This, and these groups."""
+        new = frozenset(ids) - self.settled
+        position = Position(self.settled | new)
+        object.__setattr__(position, "_ranges", self._in_ranges().including(new))
+        return position
 
     def as_json(self) -> dict[str, Any]:
         """To be stored in the trainer's checkpoint. Ids that are numbers of one series are ranges in it."""
-        single, ranges = compact(self.settled)
+        single, ranges = self._in_ranges().compact()
         return {"format": _FORMAT, "settled": single, "ranges": ranges}
 
     @classmethod
@@ -97,6 +106,12 @@ class Position:
             case {"format": version} if version not in (1, _FORMAT):
                 raise ConfigError(f"the position is of format {version!r}, this version reads {_FORMAT}: upgrade")
         raise ConfigError("this is no position in a stream of groups: give what `Position.as_json` gave")
+
+    def _in_ranges(self) -> IdRanges:
+        if self._ranges is None:
+            object.__setattr__(self, "_ranges", IdRanges.of(self.settled))
+        assert self._ranges is not None
+        return self._ranges
 
 
 def _are_ids(single: Sequence[Any], ranges: Mapping[Any, Any]) -> bool:
@@ -284,7 +299,7 @@ class AsyncGroupStream:
             if group.snapshots:
                 # Not a slice, which would keep all of its ids in memory until the next checkpoint.
                 self._to_retire[group.group_id] = replace(group, table=group.table.schema.empty_table())
-        self._position = Position(self._position.settled | {group.group_id for group in groups})
+        self._position = self._position.including(group.group_id for group in groups)
 
     async def _build(self) -> None:
         try:

@@ -83,6 +83,8 @@ class Trainer:
         each step go."""
         self.grpo = grpo
         self.progress = Progress()
+        self.last_line: Mapping[str, Any] = {}
+        """That of the step that was made last, as it stands in the metrics."""
         self._folder = run
         self._options = options
         self._tokenizer_from = tokenizer_from
@@ -218,7 +220,8 @@ class Trainer:
                 more |= lags(some, self._pushes.version)
                 more |= pushed(self._pushes.finished())
         finally:
-            file.write(json.dumps(line(self.progress, metrics, more), allow_nan=False) + "\n")
+            self.last_line = line(self.progress, metrics, more)
+            file.write(json.dumps(self.last_line, allow_nan=False) + "\n")
             file.flush()
             self._keep_state_of_pushes()
         if self._pushes is not None:

@@ -2,6 +2,7 @@
 
 Invariant: what is exported is what the lines of the run's folder say; nothing of the trainer is asked or held up. A
 run that goes on from a checkpoint has fewer steps than it had, which Prometheus takes for a counter that began again.
+A line that is broken is left out, and counted.
 
 Flow: `served(run, port)` answers `GET /metrics` from a thread -> each time the lines that are new are added up
 (`RunMetrics`) -> text in Prometheus' format. The label `run` is the name of the folder.
@@ -72,6 +73,7 @@ COUNTERS: Final[Mapping[str, Shown]] = {
     "step_seconds": Shown("seconds", "Time that steps took"),
     "push_seconds": Shown("push_s", "Time that pushes of weights took"),
     "push_paused_seconds": Shown("paused_s", "Time for which the graph was paused by them"),
+    "broken_lines": Shown("broken_lines", "Lines of the run that cannot be read, and are left out of all this"),
 }
 """Sums over the steps of the run; exported with `_total` behind the name."""
 
@@ -79,6 +81,11 @@ LABELLED: Final[Mapping[str, tuple[str, Shown]]] = {
     "left_out_rollouts": ("reason", Shown("left_out/", "Rollouts that were not trained on, by reason")),
 }
 """Sums by a label: of the keys that begin so, what stands behind."""
+
+
+_SUMMED: Final = frozenset(shown.key for shown in COUNTERS.values())
+_SHOWN: Final = _SUMMED | {shown.key for shown in GAUGES.values()}
+_LABELS: Final = tuple(shown.key for _, shown in LABELLED.values())
 
 
 class RunMetrics:
@@ -94,7 +101,7 @@ class RunMetrics:
         """All metrics, in Prometheus' text format; of a run without steps there are none."""
         with self._lock:
             self._read()
-            return "".join(self._written()) if self._last else ""
+            return "".join(self._written()) if self._last or self._sums else ""
 
     def _forget(self) -> None:
         self._inode, self._place = -1, 0
@@ -117,14 +124,19 @@ class RunMetrics:
                 if not line.endswith(b"\n"):
                     break
                 self._place += len(line)
-                self._add(json.loads(line))
+                self._add(line)
 
-    def _add(self, step: Mapping[str, Any]) -> None:
+    def _add(self, line: bytes) -> None:
+        try:
+            step = {key: value for key, value in json.loads(line).items() if _is_shown(key) and value is not None}
+        except (ValueError, AttributeError, RecursionError):
+            step = None
+        if not step or not all(isinstance(value, int | float) for value in step.values()):
+            self._sums[COUNTERS["broken_lines"].key] += 1
+            return
         self._last = step
-        counted = tuple(shown.key for shown in COUNTERS.values())
-        begins = tuple(shown.key for _, shown in LABELLED.values())
         for key, value in step.items():
-            if value is not None and (key in counted or key.startswith(begins)):
+            if key in _SUMMED or key.startswith(_LABELS):
                 self._sums[key] += value
 
     def _written(self) -> Iterator[str]:
@@ -148,6 +160,10 @@ class RunMetrics:
         yield f"# HELP {PREFIX}{name} {text}\n# TYPE {PREFIX}{name} {kind}\n"
         for labels, value in values.items():
             yield f'{PREFIX}{name}{{run="{_escaped(self._run)}"{labels}}} {value}\n'
+
+
+def _is_shown(key: str) -> bool:
+    return key in _SHOWN or key.startswith(_LABELS)
 
 
 def _escaped(value: str) -> str:

@@ -5,7 +5,7 @@ that begins with a dot, which the next push clears away, and the graph with what
 cleared away.
 
 Flow: the tensors are written to a hidden folder, file by file -> sealed with their checksums -> renamed -> the graph is
-told (`WeightClient`) -> folders older than the last `keep` go.
+told (`WeightClient`) -> folders older than the last `keep` go, but for those that are to be pushed yet.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ class WeightSync:
         self._directory = directory.expanduser().absolute()
         self._keep = keep
         self._background = ThreadPoolExecutor(1, thread_name_prefix="push")
+        self._queued: list[str] = []
+        """Folders that are pushed in the background, or will be."""
 
     def push(self, version: int, weights: Weights | Path, *, mode: PauseMode = "keep", **options: bool) -> Pushed:
         """Returns once all replicas serve these weights.
@@ -76,10 +78,14 @@ class WeightSync:
         payload = self.write(version, weights, allow_non_finite=options.get("allow_non_finite", False))
 
         def work() -> Pushed:
-            pushed = self._client.push(payload, mode=mode, **options)
+            try:
+                pushed = self._client.push(payload, mode=mode, **options)
+            finally:
+                self._queued.remove(payload.folder)
             self._clear()
             return pushed
 
+        self._queued.append(payload.folder)
         return payload, self._background.submit(work)
 
     def close(self) -> None:
@@ -111,6 +117,7 @@ class WeightSync:
             folder = self._directory / f"weights-{version:08d}-{digest[:8]}"
             if folder.exists():
                 shutil.rmtree(hidden)
+                os.utime(folder)  # the newest, which nobody clears away
             else:
                 hidden.rename(folder)
                 sync_directory(self._directory)
@@ -120,14 +127,14 @@ class WeightSync:
         return payload_at(str(folder))
 
     def _clear(self) -> None:
-        """Folders of older versions than the last ones; never that which is served."""
+        """Folders of older versions than the last ones; never that which is served, or is to be."""
         folders = sorted(self._directory.glob("weights-*"), key=lambda folder: folder.stat().st_mtime)
         try:
             served = self._client.info()["folder"]
         except WeightsFailedError:
             return  # the push went through, which is what counts; the next one clears
         for folder in folders[: -self._keep]:
-            if str(folder) != served:
+            if str(folder) != served and str(folder) not in self._queued:
                 _remove(folder)
 
 

@@ -11,6 +11,7 @@ other's records.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import platform
 import time
@@ -36,8 +37,9 @@ class _Claim:
         return self._holder
 
 
-def claim(job_id: str, namespace: str, *, note: Callable[[str], None], wait_s: float = _GONE_WITHIN_S) -> object:
-    """Claims a job id for as long as this process lives and what is returned is held. `note` is told if it has to wait.
+async def claim(job_id: str, namespace: str, *, note: Callable[[str], None], wait_s: float = _GONE_WITHIN_S) -> object:
+    """Claims a job id for as long as this process lives and what is returned is held. `note` is told if it has to wait,
+    which ends when it is cancelled.
 
     Raises `ConfigError` if another process holds it, and goes on to.
     """
@@ -50,17 +52,19 @@ def claim(job_id: str, namespace: str, *, note: Callable[[str], None], wait_s: f
     waits = False
     while True:
         try:
-            return remote.remote(f"process {os.getpid()} on {platform.node()}")
+            return await asyncio.to_thread(remote.remote, f"process {os.getpid()} on {platform.node()}")
         except ValueError:  # so Ray says that there is one of that name
             if time.monotonic() >= ends:
+                holder = await asyncio.to_thread(_holder, job_id, namespace)
                 raise ConfigError(
-                    f"job {job_id} is played by {_holder(job_id, namespace)} already: end that one, or choose another "
+                    f"job {job_id} is played by {holder} already: end that one, or choose another "
                     "job_id for this job, as each clears the records of the other's attempts"
                 ) from None
         if not waits:
-            note(f"job {job_id} is played by {_holder(job_id, namespace)}; waiting {wait_s:.0f} s for that to end")
+            holder = await asyncio.to_thread(_holder, job_id, namespace)
+            note(f"job {job_id} is played by {holder}; waiting {wait_s:.0f} s for that to end")
             waits = True
-        time.sleep(_AGAIN_S)
+        await asyncio.sleep(_AGAIN_S)
 
 
 def _holder(job_id: str, namespace: str) -> str:

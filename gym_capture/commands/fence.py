@@ -10,7 +10,7 @@ when one that went on from others is.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
 
 from gym_capture.capture.operations import Clear, Close, GoOn, HandOn
@@ -20,11 +20,11 @@ from gym_capture.commands.claims import claim
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.rollouts.attempt import Replayed
 
-Claims: TypeAlias = Callable[[str, Callable[[str], None]], object]
+Claims: TypeAlias = Callable[[str, Callable[[str], None]], Awaitable[object]]
 """Claims a job id, and tells what it waits for."""
 
 
-def unclaimed(job_id: str, note: Callable[[str], None]) -> None:
+async def unclaimed(job_id: str, note: Callable[[str], None]) -> None:
     """For records that no other process could have a job on."""
 
 
@@ -38,7 +38,7 @@ class Fence:
 
     async def claim(self, job_id: str, note: Callable[[str], None]) -> None:
         """Keeps every other process from playing a job of that id. Raises `ConfigError` if one does."""
-        self._claim = await asyncio.to_thread(self._claims, job_id, note)
+        self._claim = await self._claims(job_id, note)
 
     async def clear(self, rollout_id: str) -> None:
         """Has the graph forget it, and take its calls."""
@@ -72,7 +72,7 @@ def fence_of(namespace: str) -> Fence:
     """The fence of the graph in that namespace, for a process that is on its cluster."""
     from gym_capture.serving.state import connect
 
-    def claims(job_id: str, note: Callable[[str], None]) -> object:
+    def claims(job_id: str, note: Callable[[str], None]) -> Awaitable[object]:
         return claim(job_id, namespace, note=note)
 
     return Fence(connect(namespace=namespace), claims)

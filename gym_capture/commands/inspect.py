@@ -18,9 +18,17 @@ from urllib.parse import quote
 import httpx
 import typer
 
-from gym_capture.auth import Keyring
+from gym_capture.commands.looking import (
+    ModelOption,
+    ReadToken,
+    RecordsOption,
+    SecretFile,
+    SourceArgument,
+    path_of,
+    read_token,
+    url_of_graph,
+)
 from gym_capture.errors import ConfigError
-from gym_capture.stores import DEFAULT_DIRECTORY
 
 if TYPE_CHECKING:
     from gym_capture.inspector.pieces import Vocabulary
@@ -45,25 +53,11 @@ class _Views(Protocol):
 
 def command(
     rollout: Annotated[str, typer.Argument(help="The rollout's id.")],
-    source: Annotated[
-        str | None,
-        typer.Argument(
-            help="A graph's `state.directory`, a job's directory, built trajectories, NeMo Gym's captures, or a URL.",
-            show_default=str(DEFAULT_DIRECTORY),
-        ),
-    ] = None,
-    model: Annotated[
-        Path | None,
-        typer.Option(help="Model folder, of whose tokenizer the texts of ids are.", file_okay=False, exists=True),
-    ] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(help="With a job's directory: where the graph keeps the records of it.", file_okay=False),
-    ] = None,
-    secret_file: Annotated[
-        Path | None, typer.Option(help="With a URL: the graph's secret file.", envvar="GYM_CAPTURE_SECRET_FILE")
-    ] = None,
-    token: Annotated[str | None, typer.Option(help="With a URL: the graph's read token.")] = None,
+    source: SourceArgument = None,
+    model: ModelOption = None,
+    records: RecordsOption = None,
+    secret_file: SecretFile = None,
+    token: ReadToken = None,
     full: Annotated[bool, typer.Option("--full", help="All tokens, where else long stretches are cut short.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON; tokens with --full.")] = False,
 ) -> None:
@@ -71,15 +65,10 @@ def command(
 
     Texts of tokens are shown with --model; without it, what is on record of the calls.
     """
-    if source is not None and source.startswith(("http://", "https://")):
-        if model is not None or records is not None:
-            raise ConfigError("--model and --records are for what is on disk: the graph knows its own")
-        if token is None and secret_file is not None:
-            token = Keyring.from_file(secret_file).read_token()
-        _show(_OfGraph(source, rollout, token), full=full, as_json=as_json)
+    if (url := url_of_graph(source, model, records)) is not None:
+        _show(_OfGraph(url, rollout, read_token(secret_file, token)), full=full, as_json=as_json)
         return
-    path = DEFAULT_DIRECTORY.expanduser() if source is None else Path(source)
-    _show(_on_disk(path, rollout, model, records), full=full, as_json=as_json)
+    _show(_on_disk(path_of(source), rollout, model, records), full=full, as_json=as_json)
 
 
 def _show(views: _Views, *, full: bool, as_json: bool) -> None:

@@ -67,6 +67,7 @@ def show(
 def _head(rollout: Mapping[str, Any]) -> Iterator[Text]:
     named = ("group", "sample", "attempt", "state", "reward", "harness")
     facts = [f"{name} {visible(str(rollout[name]))}" for name in named if rollout[name] is not None]
+    facts += [f"put {rollout['put_ms']:.1f} ms"] if rollout.get("put_ms") is not None else []
     yield Text.assemble((visible(rollout["rollout"]), "bold"), "  ", ", ".join(facts))
     tokens = f"{rollout['trained_tokens']:,} of {rollout['generated_tokens']:,} generated ids are trained"
     yield Text(f"{len(rollout['calls'])} calls, {rollout['trajectories']} trajectories, {tokens}")

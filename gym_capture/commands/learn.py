@@ -64,6 +64,7 @@ def command(
     out: Annotated[
         Path, typer.Option(help="Figures, picture, logs, records; an empty or new directory.", file_okay=False)
     ] = Path("runs/example-grpo"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
 ) -> None:
     """Train a small policy while it is served: rollouts, updates and new weights at the same time.
 
@@ -82,7 +83,7 @@ def command(
     from gym_capture.demo.progress import Phases
     from gym_capture.serving.app import model_folder
 
-    console = Console()
+    console = Console(stderr=as_json)
     out = out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     console.print(f"Figures, logs and records: {escape(str(out))}", soft_wrap=True, highlight=False)
@@ -106,5 +107,7 @@ def command(
     draw(runs, out / "reward.png")
     console.print(table(runs))
     show_checks(console, found)
+    if as_json:
+        typer.echo(to_json(runs, found))
     if not all(check.held for check in found):
         raise typer.Exit(1)

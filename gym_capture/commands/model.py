@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final
@@ -29,6 +30,7 @@ def command(
         ),
     ],
     cache: Annotated[Path | None, typer.Option(help="Where model folders are kept.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the path as JSON.")] = False,
 ) -> None:
     """Make a small model folder, once, and print its path.
 
@@ -38,4 +40,5 @@ def command(
     from gym_capture.models import smollm2_dir, tiny_dir
 
     make = {SmallModel.SMOLLM2: smollm2_dir, SmallModel.TINY: tiny_dir, SmallModel.NOVICE: novice_dir}[model]
-    typer.echo(make(cache, progress=lambda line: typer.echo(line, err=True)))
+    folder = make(cache, progress=lambda line: typer.echo(line, err=True))
+    typer.echo(json.dumps({"model": str(folder)}) if as_json else folder)

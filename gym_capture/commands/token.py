@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -18,6 +19,7 @@ def command(
     admin: Annotated[bool, typer.Option("--admin", help="For registering rollouts, and for their outcomes.")] = False,
     weights: Annotated[bool, typer.Option("--weights", help="For changing the weights of the engines.")] = False,
     read: Annotated[bool, typer.Option("--read", help="For reading the records of every rollout.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line.")] = False,
 ) -> None:
     """Print tokens: for an agent's rollout (its API key), for calls without one, for records, rollouts, weights.
 
@@ -31,4 +33,7 @@ def command(
     if not tokens:
         raise ConfigError("name a rollout, or say --untracked, --read, --admin or --weights")
     for name, token in tokens:
-        print(token if len(tokens) == 1 else f"{name}\t{token}")
+        if as_json:
+            print(json.dumps({"of": name, "token": token}))
+        else:
+            print(token if len(tokens) == 1 else f"{name}\t{token}")

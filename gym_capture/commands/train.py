@@ -170,6 +170,9 @@ def command(
             file_okay=False,
         ),
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the metrics of each step as a line of JSON, as in metrics.jsonl.")
+    ] = False,
 ) -> None:
     """Train over built trajectories, or over groups as they are played, step after step, with checkpoints.
 
@@ -242,7 +245,7 @@ def command(
     if push is not None:
         options.check_weights(push, token)
     again = _begin(out, {"model": str(model.resolve()), **asked.begun_with(job)})
-    console = Console(soft_wrap=True, highlight=False, markup=False)
+    console = Console(soft_wrap=True, highlight=False, markup=False, stderr=as_json)
     with (
         _scraped(out, metrics_host, metrics_port),
         options.progress_bar() as bar,
@@ -270,7 +273,7 @@ def command(
             bar.update(task, description="pushing the weights")
             if (pushed := trainer.serve(again=again)) is not None:
                 bar.console.print(f"the graph serves the weights of this run, as version {pushed.version}")
-        run = _Run(trainer, asked, job, pushes, console, bar, task)
+        run = _Run(trainer, asked, job, pushes, console, bar, task, as_json=as_json)
         before = trainer.progress.step
         with stopped_by_signals(trainer.stop) as received:
             try:
@@ -298,6 +301,7 @@ class _Run:
     console: Console
     bar: Bar
     task: TaskID
+    as_json: bool
     made: int = 0
     """Updates."""
     progress: JobProgress = field(default_factory=JobProgress)
@@ -332,7 +336,10 @@ class _Run:
 
     def _step(self, progress: Progress, metrics: StepMetrics) -> None:
         self.made += metrics.updates
-        self.console.print(_said(progress, metrics))
+        if self.as_json:
+            typer.echo(json.dumps(self.trainer.last_line, allow_nan=False))
+        else:
+            self.console.print(_said(progress, metrics))
 
     def _passes(self, done: int, of: int) -> None:
         self._show(f"step {self.trainer.progress.step + 1}", done, of)

@@ -5,7 +5,8 @@ again, the job adds the groups that have none. Parts of another job, or built by
 all groups are there, the directory is what a build of the whole job leaves: the same columns, the same report.
 
 Flow: groups as they become complete (`group_stream`) -> those that have no part yet -> the thread writes one
-(`parts.write_part`) where readers do not look -> its account and then the part appear -> `_report.json` in the end.
+(`parts.write_part`) where readers do not look -> its account and then the part appear -> `_report.json` in the end,
+and not before: that of an earlier run goes as the job begins.
 
 Files: `part-<number>.parquet` of `schema.SCHEMA`, numbered as the groups became complete; `_group-<number>.json`, what
 became of the rollouts of that part; `_stream.json`, what is built here and how; `_report.json` (`BuildReport`).
@@ -89,6 +90,7 @@ async def write_groups(
             on_left(staged.left)
         there = _Directory(out)
         there.check(asked, staged)
+        there.is_unfinished()
         written = there.groups()
         kept = len(written)
         by_id = {group.group_id: group for group in written}
@@ -165,6 +167,14 @@ class _Directory:
                 f"{self._shown} holds the trajectories of another job, or by other rules ({differing[0]}: {old} -> "
                 f"{new}): choose another directory"
             )
+
+    def is_unfinished(self) -> None:
+        """Removes the report of an earlier run: whoever follows the directory would take it for the end of this one."""
+        if REPORT_FILE in self._names:
+            try:
+                self._filesystem.delete_file(f"{self._path}/{REPORT_FILE}")
+            except OSError as error:
+                raise ConfigError(f"{self._shown}/{REPORT_FILE} cannot be removed: {error}") from None
 
     def groups(self) -> list[WrittenGroup]:
         """The groups that have a part, in the order of their numbers. Raises `ConfigError` if one has no account."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -204,7 +205,7 @@ class _Api:
         self._searching = threading.Lock()
         self._searches = threading.BoundedSemaphore(_MOST_SEARCHES)
         directory = library.source.directory
-        self._notes = None if directory is None else AnnotationFile(directory)
+        self._files: dict[Path, AnnotationFile] = {}
         self._annotator = None if directory is None else Annotator(directory)
 
     def source(self) -> Response:
@@ -218,7 +219,7 @@ class _Api:
                     "records": source.shows.records,
                     "trajectories": source.shows.trajectories,
                     "job": source.shows.job,
-                    "annotations": self._notes is not None,
+                    "annotations": self._annotator is not None,
                     "texts": self._vocabulary is not None,
                 },
                 "reasons": views.reason_words(),
@@ -234,13 +235,14 @@ class _Api:
 
     def _measure(self) -> str | None:
         """Takes over what a trainer measured; why it cannot. The table is shown all the same."""
-        if self._notes is not None:
+        problem: str | None = None
+        for file in self._notes():
             try:
-                for rollout_id, difference in self._notes.news().items():
+                for rollout_id, difference in file.news().items():
                     self._library.measured(rollout_id, difference)
             except ConfigError as error:
-                return str(error)
-        return None
+                problem = problem or str(error)
+        return problem
 
     def series(self) -> Response:
         steps = [step for step in self._library.source.steps() if _is_number(step["step"])]
@@ -323,8 +325,7 @@ class _Api:
         return _json(found)
 
     def annotations(self, rollout: str) -> Response:
-        check_rollout_id(rollout)
-        return _json({"annotations": [] if self._notes is None else _dicts(self._notes.of(rollout))})
+        return _json({"annotations": _dicts(self._annotations(check_rollout_id(rollout)))})
 
     async def annotate(self, request: Request) -> Response:
         _check_own_page(request.headers)
@@ -357,10 +358,16 @@ class _Api:
 
     def _annotations(self, rollout: str) -> list[Annotation]:
         """None of a file that cannot be read: the table says so, and what is on record is shown."""
-        try:
-            return [] if self._notes is None else self._notes.of(rollout)
-        except ConfigError:
-            return []
+        found: list[Annotation] = []
+        for file in self._notes():
+            with suppress(ConfigError):
+                found += file.of(rollout)
+        return found
+
+    def _notes(self) -> list[AnnotationFile]:
+        """Of directories that are there by now: a job may build while it is looked at."""
+        paths = self._library.source.annotated()
+        return [self._files.setdefault(path, AnnotationFile(path)) for path in paths]
 
     def _seen(self, rollout: str) -> SeenRollout:
         check_rollout_id(rollout)

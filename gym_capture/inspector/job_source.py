@@ -137,6 +137,11 @@ class JobSource(Source):
         details |= {reason: (_RECORDED_SINCE,) for reason in reasons if _is_recorded(reason, seen)}
         return with_outcome(seen, mask_reasons=reasons, mask_details=details, advantage=advantage)
 
+    def annotated(self) -> Sequence[Path]:
+        """A trainer's stand beside what it was given."""
+        beside = (source.directory for source in (self._records, self._built) if source is not None)
+        return [path for path in (*beside, self.directory) if path is not None]
+
     def steps(self) -> Sequence[dict[str, Any]]:
         assert self.directory is not None
         return steps_in(self.directory)
@@ -242,6 +247,7 @@ def _basics(row: Mapping[str, Any], harness: str | None) -> Basics:
         generated_tokens=_whole(recorded.get("generated_tokens")),
         eligible_links=_whole(recorded.get("eligible_links")),
         exact_links=_whole(recorded.get("contiguous_links")),
+        put_ms=_mean_ms(_number(recorded.get("put_s")), _whole(recorded.get("timed_puts"))),
         finished_at=(_number(row.get("started_at")) or 0.0) + (_number(row.get("wall_s")) or 0.0) or None,
     )
 
@@ -257,6 +263,10 @@ def _playing(row: Mapping[str, Any], harness: str | None, state: State) -> Basic
         mask_reason=cut,
         harness=harness,
     )
+
+
+def _mean_ms(seconds: float | None, puts: int | None) -> float | None:
+    return 1000 * seconds / puts if seconds is not None and puts else None
 
 
 # Another version may have written the ledger, or somebody by hand: what is of another kind is not known.

@@ -48,6 +48,8 @@ class Basics:
     weight_version_max: str | None = None
     eligible_links: int | None = None
     exact_links: int | None = None
+    put_ms: float | None = None
+    """The mean over its records that are timed."""
     finished_at: float | None = None
 
 
@@ -93,7 +95,7 @@ class Source(ABC):
     title: str
     shows: Shows
     directory: Path | None = None
-    """Where annotations are kept; None: nowhere that stays."""
+    """Where annotations are added; None: nowhere that stays."""
     is_read_whole: bool = True
     """Whether to read every rollout in the background, for what only that shows. It costs the owner of the records as
     much as a build."""
@@ -114,6 +116,10 @@ class Source(ABC):
     def found(self) -> str:
         """What was found, in a line for a person."""
         return f"{self.kind}: {self.title}"
+
+    def annotated(self) -> Sequence[Path]:
+        """Directories whose annotations are shown. Of several annotations of one thing, that of the last counts."""
+        return () if self.directory is None else (self.directory,)
 
     def steps(self) -> Sequence[dict[str, Any]]:
         """Lines of a trainer's metrics, if there are any."""

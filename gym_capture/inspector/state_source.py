@@ -109,4 +109,5 @@ def _basics(standing: Standing, counts: RolloutCounts) -> Basics:
         generated_tokens=counts.generated_tokens,
         eligible_links=counts.eligible_links,
         exact_links=counts.contiguous_links,
+        put_ms=counts.put_ms,
     )

@@ -70,6 +70,7 @@ def rollout_view(seen: SeenRollout, row: Row | None, *, cursor: str) -> dict[str
         "state": None if row is None else row.state,
         "reward": None if row is None else row.reward,
         "harness": None if row is None else row.harness,
+        "put_ms": None if row is None else row.put_ms,
         "mask_reason": seen.mask_reasons[0] if seen.mask_reasons else None,
         "mask_reasons": list(seen.mask_reasons),
         "mask_details": {reason: list(details) for reason, details in seen.mask_details.items()},

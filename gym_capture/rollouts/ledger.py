@@ -86,7 +86,7 @@ class RolloutRow:
     for; None: it repeated all of them, or came to its end before."""
     note: str | None = None
     """Trouble in the tear-down, without a consequence for the row."""
-    recorded: Mapping[str, int] | None = None
+    recorded: Mapping[str, float] | None = None
     """What the graph had recorded of it when it was over: fields of `RolloutCounts`. None: not known, as in rows of
     earlier versions."""
     started_at: float

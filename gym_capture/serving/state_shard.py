@@ -287,7 +287,8 @@ class _Hosted:
             case IsOutgrown(rollout_id):
                 return rollout_id in self.outgrown
             case ReadCounts(rollout_ids):
-                return await counts_of(self.store, rollout_ids)
+                counted = await counts_of(self.store, rollout_ids)
+                return [self.tally.timed(*each) for each in zip(rollout_ids, counted, strict=True)]
             case ReadStatus(rollout_id):
                 self.idle.read(rollout_id)
                 return await status_of(self.store, rollout_id)
@@ -394,6 +395,7 @@ class _Hosted:
         self.lineage.forget(rollout_id)
         self.idle.forget(rollout_id)
         self.outgrown.forget(rollout_id)
+        self.tally.forget(rollout_id)
 
     async def freeze(self, rollout_id: str) -> bytes:
         if self.encoded is not None:

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 from gym_capture.capture.protocols import Resolution, Resolved
 from gym_capture.capture.records import CallRecord, Root, Unresolved
 from gym_capture.reasons import UNRESOLVED, join_reason, reason_name
+from gym_capture.rollout_counts import RolloutCounts
 
 CountName: TypeAlias = Literal[
     "begins",
@@ -128,6 +129,8 @@ class Tally:
     def __init__(self) -> None:
         self.counts: Counter[CountName] = Counter()
         self.put_seconds = 0.0
+        self._puts: dict[str, tuple[int, float]] = {}
+        """By live rollout: records that this actor has seen become durable, and what they took."""
         self.resolutions: Counter[str] = Counter()
         self.incomplete: Counter[str] = Counter()
         self.rules: Counter[str] = Counter()
@@ -146,8 +149,19 @@ class Tally:
         self.counts["generated_tokens"] += entry.generation_token_ids.size
         self.counts["replayed_calls"] += entry.policy.replayed_from is not None
         self.put_seconds += took_s
+        puts, put_s = self._puts.get(entry.rollout_id, (0, 0.0))
+        self._puts[entry.rollout_id] = puts + 1, put_s + took_s
         for rule in set(entry.request.normalized):
             self.rules[rule] += 1
+
+    def timed(self, rollout_id: str, counts: RolloutCounts) -> RolloutCounts:
+        """With what its records took. No record can have it, which is written before that is known."""
+        puts, put_s = self._puts.get(rollout_id, (0, 0.0))
+        return counts._replace(timed_puts=puts, put_s=put_s)
+
+    def forget(self, rollout_id: str) -> None:
+        """Nothing is recorded of it any more."""
+        self._puts.pop(rollout_id, None)
 
     def marked_incomplete(self, reason: str) -> None:
         """Reasons are counted by name: what they name, a call, is of no end."""

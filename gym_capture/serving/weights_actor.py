@@ -25,7 +25,8 @@ from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, 
 from gym_capture.serving.weights_metrics import WeightMetrics
 from gym_capture.serving.weights_mirror import copies_of
 from gym_capture.serving.weights_plane import WeightPlane
-from gym_capture.serving.weights_record import WeightsRecord
+from gym_capture.serving.weights_record import Copies, WeightsRecord
+from gym_capture.stores.mirror import MirrorLostError
 
 logger = logging.getLogger(__name__)
 
@@ -69,20 +70,31 @@ class WeightCoordinator:
         """The plane, made on first use: a constructor is not in the event loop."""
         async with self._opening:
             if self._plane is None:
-                copies = None
-                if self._is_copied:
-                    copies = copies_of(directory=self._directory, namespace=self._namespace)
-                record = WeightsRecord(self._directory, copies=copies)
-                self._plane = plane = await asyncio.to_thread(WeightPlane, record, **self._timeouts)
+                # An actor that was started to have none, was told to have them, and starts anew, finds one that runs.
+                self._is_copied = self._is_copied or await asyncio.to_thread(_has_copy, self._all_copies())
+                record = WeightsRecord(self._directory, copies=self._copies())
+                self._plane = plane = await asyncio.to_thread(
+                    WeightPlane, record, on_over=self._metrics.over, **self._timeouts
+                )
                 self._looking = [
                     asyncio.create_task(_look(plane, self._metrics)),
-                    asyncio.create_task(_look_for_copy(plane)),
+                    asyncio.create_task(_look_for_copy(plane, self._copies)),
                 ]
         return self._plane
 
-    async def configure(self, *, trainer_timeout_s: float, step_timeout_s: float) -> None:
+    async def configure(self, *, is_copied: bool, trainer_timeout_s: float, step_timeout_s: float) -> None:
         """The arguments of the graph, as they are now."""
-        (await self.opened()).configure(trainer_timeout_s=trainer_timeout_s, step_timeout_s=step_timeout_s)
+        plane = await self.opened()
+        plane.configure(trainer_timeout_s=trainer_timeout_s, step_timeout_s=step_timeout_s)
+        if is_copied and not self._is_copied:
+            self._is_copied = True
+            await plane.keep_copied(self._copies())
+
+    def _copies(self) -> Copies | None:
+        return self._all_copies() if self._is_copied else None
+
+    def _all_copies(self) -> Copies:
+        return copies_of(directory=self._directory, namespace=self._namespace)
 
     async def join(self, seat: Seat, replica: ActorHandle[Any]) -> Welcome | Load | Later:
         return await (await self.opened()).join(seat, lambda: _gone(replica))
@@ -95,17 +107,9 @@ class WeightCoordinator:
 
     async def operate(self, operation: Operation, arguments: Mapping[str, Any]) -> object:
         """What a trainer asks."""
-        asked = _operations(await self.opened())[operation](**arguments)
-        try:
-            said = await asked
-        except GymCaptureError as error:
-            if operation in ("start", "update", "finish"):
-                self._metrics.not_applied(error)
-            raise
+        said = await _operations(await self.opened())[operation](**arguments)
         if operation == "finish":
-            self._metrics.applied(paused_s=cast("Mapping[str, float]", said)["paused_s"])
-        elif operation == "abort" and said:
-            self._metrics.ended("aborted")
+            self._metrics.was_paused(cast("Mapping[str, float]", said)["paused_s"])
         return said
 
 
@@ -131,16 +135,22 @@ async def _look(plane: WeightPlane, metrics: WeightMetrics) -> None:
         metrics.publish(await plane.info())
         await asyncio.sleep(_LOOK_EVERY_S)
         try:
-            if await plane.give_up_if_silent():
-                metrics.ended("given_up")
+            await plane.give_up_if_silent()
         except GymCaptureError as error:
             logger.error("could not go on without the trainer: %s", error)
 
 
-async def _look_for_copy(plane: WeightPlane) -> None:
+async def _look_for_copy(plane: WeightPlane, copies: Callable[[], Copies | None]) -> None:
     while True:
         await asyncio.sleep(_LOOK_FOR_COPY_EVERY_S)
-        await plane.keep_copied()
+        await plane.keep_copied(copies())
+
+
+def _has_copy(copies: Copies) -> bool:
+    try:
+        return copies.newest() is not None
+    except MirrorLostError:  # there is one, and it does not answer
+        return True
 
 
 async def _gone(replica: ActorHandle[Any]) -> None:
@@ -194,7 +204,7 @@ async def _asked(reply: Any) -> object:
 def start_coordinator(
     *, namespace: str, directory: str, trainer_timeout_s: float, step_timeout_s: float, replicas: int = 1
 ) -> ActorHandle[Any]:
-    """Makes sure that the coordinator of `namespace` runs; with other timeouts, it has these from now on.
+    """Makes sure that the coordinator of `namespace` runs; one that runs has these timeouts, and copies, from now on.
 
     `replicas`: 2 keeps a copy of its record on another node. It runs on the node of the first state actor, so that a
     cluster which is started anew finds the record where it was. Raises `StoreError` if that cannot be read.
@@ -217,5 +227,5 @@ def start_coordinator(
         )
         .remote(namespace=namespace, directory=str(Path(directory).expanduser()), is_copied=replicas > 1, **timeouts)
     )
-    answer(actor.configure.remote(**timeouts))
+    answer(actor.configure.remote(is_copied=replicas > 1, **timeouts))
     return actor

@@ -11,7 +11,7 @@ from typing import Any, Final
 from ray.util.metrics import Counter, Gauge
 
 from gym_capture.cluster.metrics import PREFIX, raise_by
-from gym_capture.errors import GymCaptureError, WeightsBusyError, WeightsRefusedError
+from gym_capture.serving.weights_update import Outcome
 
 _TAGS: Final = ("namespace",)
 
@@ -51,13 +51,10 @@ class WeightMetrics:
         self._gauges["weights_waiting_replicas"].set(len(info["waiting_replicas"]), self._tags)
         self._gauges["weights_paused"].set(int(info["is_paused"]), self._tags)
 
-    def applied(self, *, paused_s: float) -> None:
-        raise_by(self._counters[PAUSED], paused_s, self._tags)
-        self.ended("applied")
+    def was_paused(self, seconds: float) -> None:
+        """By an update that was applied."""
+        raise_by(self._counters[PAUSED], seconds, self._tags)
 
-    def not_applied(self, error: GymCaptureError) -> None:
-        is_refusal = isinstance(error, WeightsRefusedError | WeightsBusyError)
-        self.ended("refused" if is_refusal else "failed")
-
-    def ended(self, outcome: str) -> None:
-        raise_by(self._counters[UPDATES], 1, {**self._tags, "outcome": outcome})
+    def over(self, outcome: Outcome) -> None:
+        """An update has ended."""
+        raise_by(self._counters[UPDATES], 1, {**self._tags, "outcome": str(outcome)})

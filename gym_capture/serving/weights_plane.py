@@ -21,8 +21,7 @@ import contextlib
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from gym_capture.errors import (
@@ -52,29 +51,14 @@ from gym_capture.serving.weights_messages import (
     Version,
     Welcome,
 )
-from gym_capture.serving.weights_record import WeightsRecord
+from gym_capture.serving.weights_record import Copies, WeightsRecord
+from gym_capture.serving.weights_update import Outcome, Update, outcome_of
 from gym_capture.weights import PauseMode, Payload
 
 logger = logging.getLogger(__name__)
 
 TRAINER_TIMEOUT_S: Final = 600.0
 STEP_TIMEOUT_S: Final = 1800.0
-
-
-@dataclass(slots=True)
-class _Update:
-    """An update under way."""
-
-    payload: Payload | None = None
-    """A folder that every replica has checked."""
-    checked: set[str] = field(default_factory=set)
-    """The replicas that see it."""
-    read_on: set[str] = field(default_factory=set)
-    """The nodes on which it was read from end to end."""
-    has_transfer: bool = False
-    """Weights come by a transfer: replicas are paused, and what they hold is no version."""
-    may_go_back: bool = False
-    allow_non_finite: bool = False
 
 
 class WeightPlane:
@@ -86,8 +70,10 @@ class WeightPlane:
         *,
         trainer_timeout_s: float = TRAINER_TIMEOUT_S,
         step_timeout_s: float = STEP_TIMEOUT_S,
+        on_over: Callable[[Outcome], None] = lambda outcome: None,
     ) -> None:
-        """Opens the record, which blocks. Raises what `WeightsRecord.open` does."""
+        """Opens the record, which blocks. Raises what `WeightsRecord.open` does. `on_over`: what became of an update is
+        told once, when it ends."""
         self._record = record
         self._current = record.open()
         self._is_record_lost = self._current is None
@@ -95,7 +81,8 @@ class WeightPlane:
         self._trainer_timeout_s = trainer_timeout_s
         self._step_timeout_s = step_timeout_s
         self._members = Members()
-        self._update: _Update | None = None
+        self._update: Update | None = None
+        self._on_over = on_over
         self._paused_by_trainer = False
         self._broken: str | None = None
         """Why all stay paused: what replicas hold is no version, and there is none to go back to."""
@@ -152,10 +139,10 @@ class WeightPlane:
             raise StoreUnavailableError(f"which weights are served cannot be written down: {error}") from error
         self._current = version
 
-    async def keep_copied(self) -> None:
-        """Makes another copy of the record if the one that was there is lost."""
+    async def keep_copied(self, copies: Copies | None) -> None:
+        """Makes another copy of the record if the one that was there is lost, or there is to be one now."""
         try:
-            await asyncio.to_thread(self._record.keep_copied)
+            await asyncio.to_thread(self._record.keep_copied, copies)
         except (OSError, StoreError) as error:
             logger.error("the record of the weights has no copy: %s", error)
 
@@ -209,7 +196,7 @@ class WeightPlane:
         async with self._operation():
             if self._update is not None:
                 raise WeightsBusyError("another weight update is under way: wait until it is over")
-            self._update = _Update()
+            self._update = Update()
             self._is_record_lost = False  # what a replica has from now on may be half of an update
 
     async def update(self, info: Mapping[str, Any] | list[Any]) -> Payload | None:
@@ -228,8 +215,8 @@ class WeightPlane:
             try:
                 update.payload = await self._checked(update, str(info["folder"]))
                 self._forward(update.payload.version, update.payload.digest, may_go_back=update.may_go_back)
-            except GymCaptureError:
-                self._update = None  # refused: nothing was changed, and the next one may come
+            except GymCaptureError as error:
+                self._over(outcome_of(error))  # nothing was changed, and the next one may come
                 raise
             return update.payload
 
@@ -238,14 +225,18 @@ class WeightPlane:
         async with self._operation():
             update = self._under_way()
             try:
-                return await self._finished(update, version)
-            finally:
-                self._update = None
+                done = await self._finished(update, version)
+            except BaseException as error:
+                self._over(outcome_of(error))
+                raise
+            self._over(Outcome.APPLIED)
+            return done
 
-    async def abort(self) -> bool:
+    async def abort(self, outcome: Outcome = Outcome.ABORTED) -> bool:
         """Gives up the update under way, and goes on with what is current. False if there was none."""
         async with self._operation():
-            update, self._update = self._update, None
+            update = self._update
+            self._over(outcome)
             if update is not None and update.has_transfer:
                 await self._drop_transfer("the update was aborted", list(self._members))
             return update is not None
@@ -297,7 +288,7 @@ class WeightPlane:
         )
         self._paused_by_trainer = False
         with contextlib.suppress(StoreUnavailableError):  # no replica: nothing to go on
-            await self.abort()
+            await self.abort(Outcome.GIVEN_UP)
             if self._broken is None:
                 async with self._operation():
                     await self._go_on()
@@ -317,7 +308,12 @@ class WeightPlane:
             finally:
                 self._heard = time.monotonic()
 
-    def _under_way(self) -> _Update:
+    def _over(self, outcome: Outcome) -> None:
+        if self._update is not None:
+            self._update = None
+            self._on_over(outcome)
+
+    def _under_way(self) -> Update:
         if self._update is None:
             raise WeightsBusyError("no weight update is under way: start_weight_update comes first")
         return self._update
@@ -337,7 +333,7 @@ class WeightPlane:
         assert self._current is not None, "members have joined with it"
         return self._current
 
-    async def _checked(self, update: _Update, folder: str) -> Payload:
+    async def _checked(self, update: Update, folder: str) -> Payload:
         """One replica of each node reads the folder, then the others there see whether it is the same for them."""
         unchecked = [member for member in self._members if member.replica not in update.checked]
         readers = {member.seat.node: member for member in unchecked if member.seat.node not in update.read_on}
@@ -354,7 +350,7 @@ class WeightPlane:
         assert isinstance(payloads[0], Payload)
         return payloads[0]
 
-    async def _finished(self, update: _Update, number: int | None) -> dict[str, object]:
+    async def _finished(self, update: Update, number: int | None) -> dict[str, object]:
         before = self._now()
         if update.has_transfer:
             return await self._finished_transfer(number, before)
@@ -428,7 +424,7 @@ class WeightPlane:
 
     # ---- transfers
 
-    async def _receive(self, update: _Update, info: Mapping[str, Any] | list[Any]) -> None:
+    async def _receive(self, update: Update, info: Mapping[str, Any] | list[Any]) -> None:
         members = list(self._members)
         if not update.has_transfer:
             if update.payload is not None:
@@ -439,8 +435,8 @@ class WeightPlane:
                     raise WeightsBusyError(
                         "other replicas serve than those of the transfer group: init_weight_transfer_engine comes first"
                     )
-            except GymCaptureError:
-                self._update = None
+            except GymCaptureError as error:
+                self._over(outcome_of(error))
                 raise
             update.has_transfer = True
             await self._or_back(await self._all(Pause("keep", True)), "could not pause")
@@ -457,7 +453,7 @@ class WeightPlane:
         failures = failed(answers)
         if not failures:
             return
-        self._update = None
+        self._over(Outcome.FAILED)
         why = named(failures, what)
         await self._drop_transfer(why, [answer.member for answer in answers if answer.error is None])
         raise WeightsFailedError(f"{why}; {self._left_with()}")

@@ -6,7 +6,8 @@ the node of the record is lost, the record that is opened elsewhere is that copy
 (`gym_capture.stores.mirror`), losing the copy stops nothing, and each opening is the next *generation*: the higher one
 is the newer record, and what is left of an earlier owner cannot write to the copy any more.
 
-Flow: `open` -> `write` for each version; `keep_copied` now and then, since a graph may serve one version for long.
+Flow: `open` -> `write` for each version; `keep_copied` now and then, since a graph may serve one version for long, and
+may be deployed again to have copies.
 Blocks for as long as disks and copies take.
 """
 
@@ -16,6 +17,7 @@ import errno
 import json
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -123,14 +125,18 @@ class WeightsRecord:
 
     def write(self, version: Version) -> None:
         """Durable when it returns, in the copy too if there is one. Raises `OSError`."""
-        data = json.dumps({**asdict(version), _GENERATION: self._generation}, indent=1).encode()
         with self._lock:
+            data = _of_generation(self._generation, asdict(version))
             self._file.write(data)
             self._send(data)
 
-    def keep_copied(self) -> None:
-        """Makes another copy if the one that was there is lost. Raises `OSError`, as `write`."""
+    def keep_copied(self, copies: Copies | None = None) -> None:
+        """Makes another copy if the one that was there is lost. `copies`: a record that had none has them from now on.
+        Raises `OSError`, as `write`; `StoreUnavailableError` if it is not known what is in the copies that are there.
+        """
         with self._lock:
+            if copies is not None and self._copies is None:
+                self._begin_copying(copies)
             data = self._file.read()
             if self._copies is None or data is None:
                 return
@@ -141,6 +147,19 @@ class WeightsRecord:
             if not is_there:
                 self._copy = None
                 self._send(data)
+
+    def _begin_copying(self, copies: Copies) -> None:
+        """What stands here is newer than any copy that is found."""
+        try:
+            left = copies.find()
+            there = 0 if left is None else left.generation()
+        except MirrorLostError as error:
+            raise StoreUnavailableError(f"no copy of {self._file.path} can be begun: {error.message}") from error
+        if there >= self._generation:
+            self._generation = there + 1
+            if (data := self._file.read()) is not None:
+                self._file.write(_of_generation(self._generation, _content(data)))
+        self._copies = copies
 
     def _take_newer(self) -> None:
         """Begins the next generation, with the newest of what stands here and of all copies."""
@@ -180,6 +199,10 @@ def generation_of(data: bytes) -> int:
         return int(_content(data).get(_GENERATION, 0))
     except (ValueError, TypeError):
         return 0
+
+
+def _of_generation(generation: int, content: Mapping[str, Any]) -> bytes:
+    return json.dumps({**content, _GENERATION: generation}, indent=1).encode()
 
 
 def _content(data: bytes) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.__main__ import BENCHMARKS, Benchmark
+
 ROOT = Path(__file__).parents[2]
 
 PROGRAMS = {
@@ -106,3 +108,10 @@ def test_an_interrupt_ends_all_of_it(tmp_path: Path, runner: list[str], number: 
     assert process.returncode == 130, errors
     assert b"interrupted" in errors
     assert not psutil.pid_exists(int((tmp_path / "stuck.pid").read_text()))
+
+
+@pytest.mark.parametrize("benchmark", BENCHMARKS, ids=lambda benchmark: benchmark.name)
+def test_each_benchmark_has_the_options_that_it_is_run_with(benchmark: Benchmark) -> None:
+    source = (ROOT / "benchmarks" / f"{benchmark.name}.py").read_text(encoding="utf-8")
+    given = [each for each in (*benchmark.arguments, *benchmark.quick) if each.startswith("--")]
+    assert [option for option in given if f'"{option}"' not in source] == []

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import multi_turn, serving
+from benchmarks import multi_turn, serving, weights
 from benchmarks.serving_pair import alternate, quantile
 from gym_capture.calls import ToolCallDelta, ToolCallStart
 from gym_capture.capture.records import Continues, Root
@@ -192,3 +194,41 @@ def test_the_summary_of_rounds() -> None:
     assert row["cached_of_prompt"] == {"vllm": 0.214, "graph": 0.429}
     assert row["cached_of_history"] == {"vllm": 0.5, "graph": 1.0}
     assert not multi_turn.summary("smollm2", {"vllm": done["graph"], "graph": done["vllm"]})["ok"]
+
+
+# --- new weights -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_an_update_that_calls_do_not_run_through_ends_the_benchmark(
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    calls_ended = threading.Event()
+    read = 0
+
+    def monotonic() -> float:
+        """Read as the calls begin, and again as they have ended."""
+        nonlocal read
+        read += 1
+        if read == 2:
+            calls_ended.set()
+        return float(read)
+
+    def update() -> None:
+        assert not is_late or calls_ended.wait(60)
+
+    async def stream(*_: object) -> int:
+        pushes = [task for task in asyncio.all_tasks() if task.get_coro().__name__ == "push"]
+        if pushes and not is_late:
+            await asyncio.wait(pushes)
+        return 1
+
+    monkeypatch.setattr(weights, "EVERY_S", 0.0)
+    monkeypatch.setattr(weights, "stream", stream)
+    monkeypatch.setattr(weights, "time", SimpleNamespace(monotonic=monotonic))
+    work = weights.Load(calls=1, tokens=1).seconds("the graph", update)
+    if is_late:
+        with pytest.raises(SystemExit, match=r"all calls of the graph ended after 1\.0 s, before the update did"):
+            asyncio.run(work)
+    else:
+        assert asyncio.run(work) == 1.0

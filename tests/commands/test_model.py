@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import typer
 from typer.testing import CliRunner
 
@@ -14,4 +16,5 @@ def test_the_path_is_all_that_is_printed() -> None:
     app.command()(command)
     made = CliRunner().invoke(app, ["tiny"])
     assert made.stdout == f"{tiny_dir()}\n"
+    assert json.loads(CliRunner().invoke(app, ["tiny", "--json"]).stdout) == {"model": str(tiny_dir())}
     assert CliRunner().invoke(app, ["huge"]).exit_code == 2

@@ -14,10 +14,6 @@ from gym_capture.commands.reference import _leaves, _subcommands, document
 PAGE = Path(__file__).parents[2] / "docs/cli.md"
 WITHOUT_JSON = {
     ("rollouts", "logs"),  # what a job has said
-    ("token",),  # one token is printed alone, to be put into a variable
-    ("model",),  # as is a path
-    ("learn",),  # OUT/metrics.json
-    ("train",),  # OUT/metrics.jsonl
     ("ui",),  # it serves
 }
 ON_OR_OFF = ("--json", "--overwrite", "--force", "--dry-run")

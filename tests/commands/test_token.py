@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,8 @@ def test_a_token_alone_is_printed_bare(secret_file: Path, capsys: pytest.Capture
         "--admin": keys.admin_token(),
         "--weights": keys.weights_token(),
     }
+    code, out, _ = run(capsys, what, "--secret-file", str(secret_file), "--json")
+    assert (code, json.loads(out)) == (0, {"of": what, "token": expected[what]})
     assert run(capsys, what, "--secret-file", str(secret_file)) == (0, f"{expected[what]}\n", "")
 
 

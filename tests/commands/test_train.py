@@ -73,15 +73,18 @@ def test_a_run_started_again_goes_on_and_ends(tmp_path: Path, data: Path) -> Non
     first = train(*options, "--steps", 2)
     assert first.exit_code == 0, first.output
     assert "step 2, reward 0.5, loss" in first.stdout
-    again = train(*options)
+    again = train(*options, "--json")
     assert again.exit_code == 0, again.output
-    assert "step 3" in again.stdout
-    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert "going on behind step 2" in again.stderr
+    written = (out / "metrics.jsonl").read_text().splitlines()
+    assert again.stdout.splitlines() == written[2:]
+    lines = [json.loads(line) for line in written]
     assert [(line["step"], line["groups_trained"]) for line in lines] == [(n, n) for n in range(1, 7)]
     assert (out / "metrics.png").exists()
     newest = out / "checkpoints" / "step-00000006"
     assert (newest / "tokenizer.json").exists()
     assert "nothing to do" in train(*options).stdout
+    assert train(*options, "--json").stdout == ""
     shutil.copytree(data, tmp_path / "other")
     other = train("--data", tmp_path / "other", "--out", out)
     assert isinstance(other.exception, ConfigError)

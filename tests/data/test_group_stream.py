@@ -203,6 +203,21 @@ async def test_a_job_that_goes_on_writes_no_group_twice(tmp_path: Path) -> None:
     assert done.built.requested == 4
 
 
+async def test_a_job_that_goes_on_has_no_report_until_it_ends(tmp_path: Path) -> None:
+    """Whoever follows the directory takes the report for its end."""
+    await write_groups(telling(*TWO_GROUPS[:2]), source=SOURCE, out=tmp_path, group_size=2, job=JOB)
+    first = (tmp_path / "_report.json").read_text()
+    found: list[bool] = []
+
+    async def play(tell: Tell) -> None:
+        found.append((tmp_path / "_report.json").exists())
+        await telling(*TWO_GROUPS)(tell)
+
+    await write_groups(play, source=SOURCE, out=tmp_path, group_size=2, job=JOB)
+    assert found == [False]
+    assert (tmp_path / "_report.json").read_text() != first
+
+
 async def test_a_part_that_did_not_appear_is_written_by_the_next_run(tmp_path: Path) -> None:
     """The job was killed between the account of a group and its part."""
     await write_groups(telling(*TWO_GROUPS), source=SOURCE, out=tmp_path, group_size=2, job=JOB)

@@ -19,6 +19,7 @@ from gym_capture.capture.operations import Begin, Commit, Complete, Register
 from gym_capture.capture.outcomes import Outcome, Registration, Standing
 from gym_capture.capture.records import WeightSpan
 from gym_capture.conformance import sample_intent
+from gym_capture.data.annotations import Annotation, Annotator
 from gym_capture.data.directory import build_directory
 from gym_capture.data.record_files import open_files
 from gym_capture.errors import ConfigError, GymCaptureError
@@ -205,7 +206,7 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     directory = tmp_path / "job"
     with Ledger(directory, {"job_id": "job", "harness": {"name": "tool_agent"}}) as ledger:
         await begun(ledger, "one", 0)
-        ledger.add_row(row("one", 0))
+        ledger.add_row(row("one", 0, recorded={"calls": 2, "timed_puts": 2, "put_s": 0.5}))
         await begun(ledger, "two-a1", 1)
         failure = FailureRow(
             rollout_id="two-a1", task_id="t", sample=1, attempt=1, reason="connection", detail="", retryable=True,
@@ -236,6 +237,7 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     assert one is not None
     assert two is not None
     assert (one.harness, one.reward, one.finished_at, one.trained_tokens) == ("tool_agent", 1.0, 105.0, 5)
+    assert (one.put_ms, two.put_ms) == (250.0, None)
     assert (two.state, two.mask_reason, two.attempt) == ("failed", "incomplete:agent_timeout", 2)
     seen = library.rollout("two")
     assert seen is not None
@@ -246,11 +248,18 @@ async def test_a_job_its_records_and_what_was_built(log: Path, parquet: Path, tm
     (directory / "trajectories").mkdir()
     for file in parquet.glob("*.parquet"):
         (directory / "trajectories" / file.name).write_bytes(file.read_bytes())
+    # A trainer's annotations are beside what it trained on.
+    Annotator(directory / "trajectories").add(
+        [Annotation(rollout="one", call="c1", name="difference", values=[0.5, -0.25], by="trainer")]
+    )
     (directory / "run").mkdir()
     (directory / "run" / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5, "left_out/masked": 2}\nbroken\n')
     client = inspector(open_path(directory))
     found = client.get("/api/rollouts").json()["columns"]
     assert sorted(found["rollout"]) == ["one", "two"]
+    differences = dict(zip(found["rollout"], found["logprob_diff"], strict=True))
+    assert differences == {"one": 0.375, "two": None}
+    assert client.get("/api/rollouts/one").json()["put_ms"] == 250.0
     assert client.get("/api/rollouts/one/trajectories").json()[0]["tokens"] == 20
     assert client.get("/api/source").json()["shows"] == {
         "records": False,
@@ -276,12 +285,15 @@ def test_a_ledger_with_odd_values_is_shown(tmp_path: Path) -> None:
     (tmp_path / "job.json").write_text('{"job_id": "job", "format_version": 2}')
     odd = {"rollout_id": "odd", "group_id": 3, "sample": "x", "reward": "y", "started_at": [], "wall_s": None}
     lines = [odd, {"rollout_id": 7}, {"rollout_id": "more", "recorded": [], "reward": 1}, []]
+    lines += [{"rollout_id": "timed", "recorded": {"timed_puts": 0, "put_s": 0.5}}]
     (tmp_path / "rollouts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + "broken\n{")
     found = table(open_path(tmp_path))
     assert {name: (each.group, each.reward, each.finished_at) for name, each in found.items()} == {
         "odd": ("odd", None, None),
         "more": ("more", 1.0, None),
+        "timed": ("timed", None, None),
     }
+    assert [each.put_ms for each in found.values()] == [None, None, None]
 
 
 def test_a_ledger_with_numbers_and_texts_without_end_is_shown(tmp_path: Path) -> None:
@@ -344,7 +356,7 @@ class OneShard(MemoryStore):
     """A store that has the answers of the state actors."""
 
     async def counts(self, rollout_ids: Sequence[str]) -> Sequence[RolloutCounts]:
-        return await counts_of(self, rollout_ids)
+        return [each._replace(timed_puts=each.calls, put_s=0.5) for each in await counts_of(self, rollout_ids)]
 
     async def standings(self) -> Sequence[Standing]:
         return await standings_of(self)
@@ -361,6 +373,7 @@ async def test_a_graph_is_asked_on_its_own_loop() -> None:
     first = await asyncio.to_thread(source.look)
     (one,) = first.changed
     assert (one.group, one.state, one.calls, one.generated_tokens, one.exact_links) == ("g", "live", 2, 5, 1)
+    assert one.put_ms == 250.0
     await state.write(Complete("one", Outcome(reward=1.0)))
     assert (await asyncio.to_thread(source.look)).changed == ()
     assert [each.state for each in (await asyncio.to_thread(source.look)).changed] == ["finished"]

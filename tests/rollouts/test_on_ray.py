@@ -41,11 +41,12 @@ def cluster() -> Iterator[Nodes]:
 
 
 CLAIMS = """
+import asyncio
 import sys
 from gym_capture.commands.claims import claim
 from gym_capture.commands.cluster import join_cluster
 join_cluster(sys.argv[1], namespace="claims")
-held = claim("job", "claims", note=print)
+held = asyncio.run(claim("job", "claims", note=print))
 print("claimed", flush=True)
 sys.stdin.read()
 """
@@ -61,11 +62,19 @@ async def test_a_job_id_is_claimed_by_one_process_until_it_is_gone(cluster: Node
         assert await other.stdout.readline() == b"claimed\n"
         notes: list[str] = []
         with pytest.raises(ConfigError, match=rf"job job is played by process {other.pid} on .* already"):
-            await asyncio.to_thread(claim, "job", "claims", note=notes.append, wait_s=0)
-        held = await asyncio.to_thread(claim, "job", "elsewhere", note=notes.append, wait_s=0)
+            await claim("job", "claims", note=notes.append, wait_s=0)
+        held = await claim("job", "elsewhere", note=notes.append, wait_s=0)
         assert notes == []
         other.kill()
-        held = await asyncio.to_thread(claim, "job", "claims", note=notes.append)
+        held = await claim("job", "claims", note=notes.append)
+        notes.clear()
+        waiting = asyncio.create_task(claim("job", "claims", note=notes.append, wait_s=3600))
+        await until(lambda: bool(notes))
+        waiting.cancel()
+        async with asyncio.timeout(60):  # neither it waits on, nor a thread
+            await asyncio.wait({waiting})
+            await asyncio.get_running_loop().shutdown_default_executor()
+        assert waiting.cancelled()
         ray.kill(held)
     finally:
         if other.returncode is None:

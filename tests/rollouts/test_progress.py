@@ -170,6 +170,7 @@ async def test_a_row_says_what_is_recorded_of_it(tmp_path: Path) -> None:
     job = dataclasses.replace(make(tmp_path, Scripted(play), max_attempts=2), counting=counting)
     summary = await job.run(progress=progress)
     known = {"calls": 2, "generated_tokens": 20, "eligible_links": 1, "contiguous_links": 1, "flaws": 0}
+    known |= {"timed_puts": 0, "put_s": 0.0}
     assert {(row.sample, json.dumps(row.recorded)) for row in summary.rows} == {(0, json.dumps(known)), (1, "null")}
     assert sorted(asked) == sorted(
         f"job.{task.task_id}.{attempt}" for task in TASKS for attempt in ("0-a1", "0-a2", "1-a1")

@@ -32,7 +32,7 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
     ]
     assert all(row["n_calls"] == 3 for row in rows)
     recorded = [row["recorded"] for row in rows]
-    assert all((each["calls"], each["flaws"]) == (3, 0) for each in recorded)
+    assert all((each["calls"], each["flaws"], each["timed_puts"]) == (3, 0, 3) for each in recorded)
     assert all(0 < each["contiguous_links"] <= each["eligible_links"] == 2 for each in recorded)
     last = json.loads(played.stdout.splitlines()[-1])
     assert (last["done"], last["masked"], last["calls"]) == (4, 0, 12)
@@ -41,7 +41,8 @@ def test_roll_out_build_and_train(graph: Graph, tmp_path: Path) -> None:
         assert last[name] == sum(each[name] for each in recorded)
     for row in rows:
         standing = httpx.get(f"{graph.url}/rollouts/{row['rollout_id']}", trust_env=False).json()
-        counts = {name: standing[name] for name in row["recorded"] if name != "flaws"}
+        counts = {name: standing[name] for name in row["recorded"].keys() & standing.keys()}
+        assert len(counts) == 4
         assert counts == {name: row["recorded"][name] for name in counts}
 
     again = gym_capture(*play)

@@ -24,6 +24,7 @@ from gym_capture.rollouts.progress import JobProgress
 from gym_capture.serving.state import connect, start_shards, stop_shards
 from gym_capture.serving.weights_actor import CoordinatorClient, start_coordinator
 from gym_capture.serving.weights_metrics import WeightMetrics
+from gym_capture.serving.weights_update import Outcome
 from tests.commands.test_rollout_view import failure
 from tests.rollouts.test_progress import row
 from tests.serving.exported import exported_by_jobs, exported_by_weights, exported_names
@@ -166,7 +167,8 @@ async def weights_are_asked_for(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailableError):
         await CoordinatorClient(actor).operate("start")
     beside = WeightMetrics(namespace="scraped")
-    beside.applied(paused_s=0.5)
+    beside.was_paused(0.5)
+    beside.over(Outcome.FAILED)
     beside.publish({"weight_version": "7", "replicas": ["a"], "waiting_replicas": [], "is_paused": False})
 
 

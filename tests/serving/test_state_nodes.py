@@ -106,9 +106,15 @@ async def mirrored(state: StateClient) -> None:
 
 
 def coordinator_of(nodes: Nodes) -> CoordinatorClient:
-    actor = start_coordinator(
-        namespace=NAMESPACE, directory=str(nodes.records), trainer_timeout_s=60, step_timeout_s=60, replicas=2
-    )
+    """One that was started without copies, and has them since the graph was deployed again."""
+    for replicas in (1, 2):
+        actor = start_coordinator(
+            namespace=NAMESPACE,
+            directory=str(nodes.records),
+            trainer_timeout_s=60,
+            step_timeout_s=60,
+            replicas=replicas,
+        )
     return CoordinatorClient(actor, replica=ray.get_actor("state-0", namespace=NAMESPACE))
 
 

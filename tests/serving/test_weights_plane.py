@@ -459,3 +459,44 @@ async def test_a_replica_that_cannot_follow_is_replaced(tmp_path: Path, monkeypa
             await agent.start()
         with pytest.raises(EngineDeadError):
             agent.check_health()
+
+
+async def test_what_became_of_an_update_is_told_once(tmp_path: Path) -> None:
+    """A request that is refused, and tried again, is none."""
+    async with cluster_of(tmp_path, trainer_timeout_s=0) as cluster:
+        plane = cluster.serving
+        for _ in range(3):
+            with pytest.raises(StoreUnavailableError):
+                await plane.start()
+        await cluster.start("a")
+        with pytest.raises(WeightsBusyError):
+            await plane.finish(1)
+        await plane.start()
+        for _ in range(3):
+            with pytest.raises(WeightsBusyError):
+                await plane.start()
+        with pytest.raises(WeightsRefusedError, match="there is no 'misspelt'"):
+            await plane.update({"folder": "x", "misspelt": 1})
+        assert cluster.over == []
+        assert await plane.abort()
+        assert cluster.over.pop() == "aborted"
+
+        await cluster.push(folder(tmp_path, 2))
+        assert cluster.over.pop() == "applied"
+        with pytest.raises(WeightsRefusedError, match="is behind it"):
+            await cluster.push(folder(tmp_path, 1))
+        assert not await plane.abort()
+        assert cluster.over.pop() == "refused"
+        await plane.start()
+        with pytest.raises(WeightsBusyError, match="other replicas serve than those of the transfer group"):
+            await plane.update([])
+        assert not await plane.abort()
+        assert cluster.over.pop() == "refused"
+        cluster.replicas["a"].fails["apply 3"] = WeightsFailedError("no memory")
+        with pytest.raises(WeightsFailedError):
+            await cluster.push(folder(tmp_path, 3))
+        assert not await plane.abort()
+        assert cluster.over.pop() == "failed"
+        await plane.start()
+        await eventually(plane.give_up_if_silent)
+        assert cluster.over == ["given_up"]

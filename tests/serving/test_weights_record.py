@@ -25,12 +25,13 @@ class Node:
     def __init__(self, directory: Path) -> None:
         self._file = RecordFile(directory)
         self.is_lost = False
+        self.is_silent = False
 
     def generation(self) -> int:
         return generation_of(self.read() or b"{}")
 
     def read(self) -> bytes:
-        if self.is_lost:
+        if self.is_lost or self.is_silent:
             raise MirrorLostError("gone")
         return self._file.read() or b""
 
@@ -155,3 +156,35 @@ def test_a_full_disk_leaves_record_and_copy_as_they_were(
             WeightsRecord(tmp_path / "a", copies=nodes).open()
     assert record.read() == version(1)
     assert WeightsRecord(tmp_path / "elsewhere", copies=nodes).open() == version(1)
+
+
+@pytest.mark.parametrize("is_there_version", [True, False])
+def test_a_record_that_had_no_copy_has_one_once_it_is_asked_for(
+    tmp_path: Path, nodes: Nodes, is_there_version: bool
+) -> None:
+    """Whatever an earlier graph has left in the copy, however often it was opened."""
+    for number in range(3):
+        earlier = WeightsRecord(tmp_path / "earlier", copies=nodes)
+        earlier.open()
+        earlier.write(version(number))
+    record = WeightsRecord(tmp_path / "a")
+    record.open()
+    if is_there_version:
+        record.write(version(7))
+    record.keep_copied(nodes)
+    if not is_there_version:
+        record.write(version(7))
+    assert WeightsRecord(tmp_path / "elsewhere", copies=nodes).open() == version(7)
+
+
+def test_a_copy_that_cannot_be_begun_is_begun_when_it_is_tried_again(tmp_path: Path, nodes: Nodes) -> None:
+    record = WeightsRecord(tmp_path / "a")
+    record.open()
+    record.write(version(1))
+    nodes.all[0].is_silent = True
+    with pytest.raises(StoreUnavailableError, match=r"no copy of .* can be begun: gone"):
+        record.keep_copied(nodes)
+    record.write(version(2))
+    nodes.all[0].is_silent = False
+    record.keep_copied(nodes)
+    assert WeightsRecord(tmp_path / "elsewhere", copies=nodes).open() == version(2)

@@ -37,7 +37,10 @@ class Cluster:
         self._timeouts = timeouts
         self.replicas: dict[str, Replica] = {}
         self.calls: set[asyncio.Task[Any]] = set()
-        self.plane: WeightPlane | None = WeightPlane(self.record, **timeouts)
+        self.over: list[str] = []
+        """What became of updates."""
+        self.plane: WeightPlane | None = None
+        self.start_coordinator()
 
     @property
     def serving(self) -> WeightPlane:
@@ -68,7 +71,7 @@ class Cluster:
             call.cancel()
 
     def start_coordinator(self) -> None:
-        self.plane = WeightPlane(self.record, **self._timeouts)
+        self.plane = WeightPlane(self.record, on_over=self.over.append, **self._timeouts)
 
     async def ask(self, work: Callable[[WeightPlane], Awaitable[Any]]) -> Any:
         """A call of the coordinator, which its death cuts off."""

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import signal
 import threading
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence, Set
@@ -37,6 +38,7 @@ from gym_capture.stores.log import LogStore
 from gym_capture.stores.memory import MemoryStore
 from tests.data import made_rollouts
 from tests.rollouts import scripted_job
+from trainer_bridge import id_ranges
 from trainer_bridge.group_sources import ParquetGroups, PlayedGroups, RecordedGroups, Room
 from trainer_bridge.groups import AsyncGroupStream, Group, GroupSource, GroupStream, Position, StreamOptions
 
@@ -246,9 +248,35 @@ def test_a_position_of_tasks_in_a_row_stays_small() -> None:
     assert Position.from_json(json.loads(stored)) == position
 
 
-@given(st.frozensets(st.from_regex(r"(a|b1|)[0-9]{0,3}", fullmatch=True) | st.text(max_size=3)))
-def test_whatever_ids_are_a_position_keeps_them(ids: frozenset[str]) -> None:
-    assert Position.from_json(json.loads(json.dumps(Position(ids).as_json()))) == Position(ids)
+@given(st.lists(st.frozensets(st.from_regex(r"(a|b1|)[0-9]{0,3}", fullmatch=True) | st.text(max_size=3)), min_size=1))
+def test_whatever_ids_are_a_position_keeps_them(steps: list[frozenset[str]]) -> None:
+    """However it came to them."""
+    position = Position(steps[0])
+    for some in steps[1:]:
+        position = position.including(some)
+    stored = json.dumps(position.as_json())
+    assert Position.from_json(json.loads(stored)) == position == Position(frozenset().union(*steps))
+    assert stored == json.dumps(Position(position.settled).as_json())
+
+
+def test_a_step_looks_at_its_own_ids_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[str] = []
+
+    class Numbered:
+        def fullmatch(self, text: str) -> re.Match[str] | None:
+            looked_at.append(text)
+            return numbered.fullmatch(text)
+
+    numbered = id_ranges._NUMBERED
+    monkeypatch.setattr(id_ranges, "_NUMBERED", Numbered())
+    source = Listed(group("a"), group("b"))
+    before = Position(frozenset(f"task-{number}" for number in range(1000)))
+    before.as_json()
+    looked_at.clear()
+    with GroupStream(source, position=before) as stream:
+        for each in stream:
+            assert each.group_id in stream.trained([each]).as_json()["settled"]
+    assert looked_at == ["a", "b"]
 
 
 # --- files -----------------------------------------------------------------------------------------------------------

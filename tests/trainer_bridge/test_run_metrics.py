@@ -82,6 +82,19 @@ def test_a_run_that_goes_back_is_read_again(tmp_path: Path) -> None:
     assert samples(metrics.text())["trained_tokens_total", ""] == 100
 
 
+@pytest.mark.parametrize(
+    "broken", ["{", "[]", "3", "{}", '{"step": "2"}', '{"step": 2, "seconds": []}', "\udcff", "[" * 10**5]
+)
+def test_a_broken_line_is_left_out_and_counted(tmp_path: Path, broken: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = RunMetrics(path, run="r")
+    path.write_text(f"{broken}\n", errors="surrogateescape")
+    assert samples(metrics.text()) == {("broken_lines_total", ""): 1}
+    path.write_text(f"{broken}\n{step(1)}{broken}\n", errors="surrogateescape")
+    found = samples(metrics.text())
+    assert (found["step", ""], found["trained_tokens_total", ""], found["broken_lines_total", ""]) == (1, 100, 2)
+
+
 def test_it_is_served_at_one_place(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(step(1))

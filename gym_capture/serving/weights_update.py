@@ -1,0 +1,40 @@
+"""An update of the weights that is under way, and what becomes of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from gym_capture.errors import WeightsBusyError, WeightsRefusedError
+from gym_capture.weights import Payload
+
+
+class Outcome(StrEnum):
+    """What became of an update."""
+
+    APPLIED = "applied"
+    REFUSED = "refused"
+    FAILED = "failed"
+    ABORTED = "aborted"
+    GIVEN_UP = "given_up"
+
+
+@dataclass(slots=True)
+class Update:
+    """An update under way."""
+
+    payload: Payload | None = None
+    """A folder that every replica has checked."""
+    checked: set[str] = field(default_factory=set)
+    """The replicas that see it."""
+    read_on: set[str] = field(default_factory=set)
+    """The nodes on which it was read from end to end."""
+    has_transfer: bool = False
+    """Weights come by a transfer: replicas are paused, and what they hold is no version."""
+    may_go_back: bool = False
+    allow_non_finite: bool = False
+
+
+def outcome_of(error: BaseException) -> Outcome:
+    """Of an update that this error ended."""
+    return Outcome.REFUSED if isinstance(error, WeightsRefusedError | WeightsBusyError) else Outcome.FAILED
