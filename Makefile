@@ -42,7 +42,7 @@ example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on 
 example-grpo: $(READY)  ## a small policy learns while it is served: 3 seeds, with prefix supply and without; plot, table, checks
 	$(BIN)/gym-capture learn $(ARGS)
 
-test: $(READY)  ## all tests, with a real vLLM engine (16 minutes on 2 cores)
+test: $(READY)  ## all tests, with a real vLLM engine (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(READY)  ## the tests that need no engine
