@@ -16,7 +16,7 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 .DEFAULT_GOAL := help
 
 .PHONY: help setup demo example-claude-code example-grpo test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
-.PHONY: test-serve test-ui lint format typecheck bench ui check-configs contiguity-table cli-table reasons-table clean
+.PHONY: test-serve test-ui test-ui-quick ui-ready chromium lint format typecheck bench ui check-configs contiguity-table cli-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -42,7 +42,7 @@ example-claude-code: $(READY) $(CLIENTS)/node_modules/.ready  ## Claude Code on 
 example-grpo: $(READY)  ## a small policy learns while it is served: 3 seeds, with prefix supply and without; plot, table, checks
 	$(BIN)/gym-capture learn $(ARGS)
 
-test: $(READY)  ## all tests, with a real vLLM engine (19 minutes on 2 cores)
+test: $(READY)  ## all tests, with a real vLLM engine (17 minutes on 2 cores)
 	$(BIN)/python -m pytest -n $(WORKERS) $(ARGS)
 
 test-fast: $(READY)  ## the tests that need no engine
@@ -94,13 +94,24 @@ ui: $(UI_NODE)  ## build the inspector's pages into gym_capture/inspector/static
 	npm --prefix inspector run --silent check
 	npm --prefix inspector run --silent build
 
-test-ui: $(READY) $(UI_NODE) $(UI_PACKAGES)  ## the inspector in headless Chromium (one minute; ARGS=--screenshots makes the docs' pictures again)
+UI_READY := $(READY) $(UI_NODE) $(UI_PACKAGES) chromium
+
+test-ui: $(UI_READY)  ## the inspector in headless Chromium (one minute; ARGS=--screenshots makes the docs' pictures again)
+	npm --prefix inspector run --silent check
+	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py tests/inspector/real_in_browser.py $(ARGS)
+
+test-ui-quick: $(UI_READY)  ## the same without what takes longest: contrast, long lists, 100,000 tokens searched (half a minute)
+	npm --prefix inspector run --silent check
+	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py tests/inspector/real_in_browser.py -k "not (contrast or wheel or search_leads or phone or pictures)" $(ARGS)
+
+# What they need from registries, which fails where it cannot be had: no test of pages is skipped without a word.
+ui-ready: $(UI_READY)
+
+chromium:
 	@command -v chromium >/dev/null || command -v chromium-browser >/dev/null || command -v google-chrome >/dev/null || \
 		{ test "$$(id -u)" = 0 && command -v apt-get >/dev/null && echo "Installing Debian's chromium..." && apt-get update -qq >/dev/null \
 		&& DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
-		{ echo "make test-ui needs Chromium on the PATH: apt-get install chromium, as root"; exit 1; }
-	npm --prefix inspector run --silent check
-	$(BIN)/python -m pytest -q --disable-warnings tests/inspector/in_browser.py tests/inspector/real_in_browser.py $(ARGS)
+		{ echo "the inspector's tests need Chromium on the PATH: apt-get install chromium, as root"; exit 1; }
 
 # --ignore-scripts: nothing of a package runs before a target calls it.
 $(UI_NODE): inspector/package.json inspector/package-lock.json

@@ -6,6 +6,7 @@ start, or to come back. A room is a file, or files that share something: its tes
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fnmatch import fnmatch
 from typing import TYPE_CHECKING, Final
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from xdist.remote import Producer
     from xdist.scheduler import LoadScopeScheduling
 
+    from tests.engines.running import Running
+
 # Test machines are shared: how long an example takes says nothing about the code. A run repeats the one before it;
 # `pytest --hypothesis-profile hunt` looks for what no run has met yet.
 _SHARED_MACHINE = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -24,22 +27,25 @@ settings.register_profile("hunt", derandomize=False, print_blob=True, **_SHARED_
 settings.load_profile("repeatable")
 
 _SERVING_ON_RAY: Final = "tests/serving, on Ray"
+_ENGINE: Final = "tests, one engine"
 _ROOMS: Final = {
     "tests/data/*": "tests/data",  # one Ray cluster
     # One served graph; and a process drives one Ray cluster at a time.
     "tests/serving/test_*_e2e.py": _SERVING_ON_RAY,
     "tests/serving/test_state_actors.py": _SERVING_ON_RAY,
     "tests/serving/test_state_nodes.py": _SERVING_ON_RAY,
+    # One vLLM engine. The second file changes its weights, and at last kills it.
+    "tests/commands/test_verify_logprobs.py": _ENGINE,
+    "tests/engines/test_vllm_engine.py": _ENGINE,
 }
 _FIRST: Final = (
     "tests/faults/test_storm.py",
     "tests/demo/test_demo.py",
     _SERVING_ON_RAY,
     "tests/data",
-    "tests/engines/test_vllm_engine.py",
+    _ENGINE,
     "tests/faults/test_scaling.py",
     "tests/faults/test_weights.py",
-    "tests/faults/test_vllm_replica.py",
     "tests/contract/test_actor_store.py",
     "tests/rollouts/test_on_ray.py",
     "tests/rollouts/test_submitted.py",
@@ -76,3 +82,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 def anyio_backend() -> str:
     """Async tests run on asyncio, as Ray and vLLM do."""
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def running() -> Iterator[Running]:
+    """A real engine: half a minute to start."""
+    from tests.engines.running import running_engine  # vLLM: only where it runs
+
+    with running_engine() as running:
+        yield running

@@ -45,7 +45,9 @@ class ActorStore(StateClient):
         if not ray.is_initialized():
             address = os.environ.get("RAY_ADDRESS", "local")
             await asyncio.to_thread(check_reachable, address)
-            await asyncio.to_thread(ray.init, address, log_to_driver=False, logging_level="error")
+            await asyncio.to_thread(
+                ray.init, address, include_dashboard=False, log_to_driver=False, logging_level="error"
+            )
         namespace = f"actor-store-{uuid4().hex}"
 
         def start() -> StateClient:

@@ -26,7 +26,8 @@ from gym_capture.engines.vllm import VllmEngine
 from gym_capture.models import tiny_dir
 from gym_capture.stores.log import LogStore
 from tests.calls import call, snapshot
-from tests.engines import engine_holder
+from tests.engines.running import ENGINE_ARGS as RUNNING_ARGS
+from tests.engines.running import Running
 
 pytestmark = pytest.mark.engine
 
@@ -76,22 +77,18 @@ async def sampled(engine: VllmEngine, name: str, prompt: Sequence[int], parent: 
 
 
 @pytest.fixture(scope="module")
-def recorded(environment: None) -> list[Snapshot]:
+def recorded(running: Running, environment: None) -> list[Snapshot]:
     """A rollout of two calls for each way to sample."""
 
     async def sample() -> list[Snapshot]:
-        engine = engine_holder.start()
-        try:
-            made = []
-            for number, name in enumerate(SAMPLINGS):
-                first = await sampled(engine, name, [1, 50 + number, 60, 70], None)
-                second = await sampled(engine, name, [*first.cumulative_ids().tolist(), 80, 90], first)
-                made.append(snapshot(first, second, rollout_id=name))
-            return made
-        finally:
-            await engine.close()
+        made = []
+        for number, name in enumerate(SAMPLINGS):
+            first = await sampled(running.engine, name, [1, 50 + number, 60, 70], None)
+            second = await sampled(running.engine, name, [*first.cumulative_ids().tolist(), 80, 90], first)
+            made.append(snapshot(first, second, rollout_id=name))
+        return made
 
-    return asyncio.run(sample())
+    return running.runner.run(sample())
 
 
 def as_log(snapshots: Sequence[Snapshot], directory: Path) -> Path:
@@ -123,7 +120,7 @@ def verified(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return int(stop.value.code or 0), "{" + out.partition("\n{\n")[2] if "\n{\n" in out else out
 
 
-ENGINE_ARGS = json.dumps(engine_holder.ENGINE_ARGS)
+ENGINE_ARGS = json.dumps(RUNNING_ARGS)
 BOTH = ("--engine-args", ENGINE_ARGS, "--json")
 TRAINER = ("--by", "trainer", "--json")
 MODEL = ("--model", f"0={tiny_dir()}")

@@ -1,4 +1,4 @@
-"""Which processes a guard takes for engines, and which it kills. tests/engines/test_vllm_engine.py has a real one."""
+"""Which processes a guard takes for engines, and which it kills. serving/test_vllm_replica_e2e.py has a real one."""
 
 from __future__ import annotations
 

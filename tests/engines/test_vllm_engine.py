@@ -5,10 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +17,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from gym_capture.build.builder import build
-from gym_capture.calls import ModelRequest, NamedToolChoice, TurnBuilder
+from gym_capture.calls import ModelRequest, NamedToolChoice
 from gym_capture.capture.records import as_ids
-from gym_capture.conformance.engine import ENGINE_CHECKS, closing_twice_is_harmless, run_engine_check
-from gym_capture.conversation import AssistantTurn, Conversation, Message, Tool
+from gym_capture.conformance.engine import ENGINE_CHECKS, run_engine_check
+from gym_capture.conversation import Conversation, Message, Tool
 from gym_capture.engines.base import Generation, GenerationChunk
-from gym_capture.engines.vllm import VllmEngine
 from gym_capture.errors import EngineDeadError, InvalidRequestError, WeightsFailedError, WeightsRefusedError
 from gym_capture.lineage.fingerprint import Fingerprinter
 from gym_capture.models import tiny_dir
@@ -33,52 +29,13 @@ from gym_capture.serving.admission import Admission
 from gym_capture.serving.call_service import CallService
 from gym_capture.serving.gateway import build_gateway
 from gym_capture.serving.live import LiveCalls
-from tests.engines import engine_holder
+from tests.engines.running import PROMPT, Running
 from tests.serving.replica import USER, LocalState, chat_body, chat_path, listening, until
 from tests.weight_folders import moved, weights_folder
 
 pytestmark = pytest.mark.engine
 
 CONVERSATION = Conversation((Message("user", "hi"),))
-PROMPT = [1, 2, 3]
-
-
-@dataclass(frozen=True)
-class Running:
-    """An engine and the event loop that it belongs to."""
-
-    engine: VllmEngine
-    runner: asyncio.Runner
-
-    def generate(
-        self, request: ModelRequest, *, prompt: list[int] = PROMPT, max_tokens: int = 8, stream: bool = False
-    ) -> tuple[list[GenerationChunk], AssistantTurn]:
-        async def run() -> tuple[list[GenerationChunk], AssistantTurn]:
-            ids = as_ids(np.array(prompt, np.int32))
-            generation = self.engine.generate(
-                call_id=os.urandom(8).hex(), prompt_ids=ids, request=request, max_tokens=max_tokens, stream=stream
-            )
-            builder, chunks = TurnBuilder(), []
-            async for chunk in generation.chunks:
-                chunks.append(chunk)
-                for event in generation.parser.feed(chunk):
-                    builder.add(event)
-            return chunks, builder.turn()
-
-        return self.runner.run(run())
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-
-        async def start() -> VllmEngine:
-            return engine_holder.start()
-
-        engine = runner.run(start())
-        yield Running(engine, runner)
-        runner.run(closing_twice_is_harmless(engine))
 
 
 def asking(**fields: Any) -> ModelRequest:
@@ -215,26 +172,6 @@ def test_ST_07_text_of_a_prompt_that_ends_inside_a_character_is_not_repeated(run
 def test_the_engine_keeps_the_contract(running: Running, name: str) -> None:
     result = running.runner.run(run_engine_check(name, running.engine))
     assert result.passed, f"{result.contract}\n{result.failure}"
-
-
-def test_no_engine_process_outlives_its_holder() -> None:
-    holder = subprocess.Popen(
-        [sys.executable, "-m", "tests.engines.engine_holder"],
-        env={**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert holder.stdout is not None
-    assert "streaming\n" in holder.stdout  # reads up to it
-    processes = psutil.Process(holder.pid).children(recursive=True)
-    assert any("EngineCore" in process.name() for process in processes)
-    holder.kill()
-    holder.communicate()
-    _, alive = psutil.wait_procs(processes, timeout=60)
-    for process in alive:
-        process.kill()
-    assert alive == []
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -35,13 +35,6 @@ def cluster(running_dir: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-@pytest.fixture(scope="module")
-def vllm_cluster() -> Iterator[Cluster]:
-    """One replica with a real engine."""
-    with serving({}, {"num_replicas": 1}) as cluster:
-        yield cluster
-
-
 @contextmanager
 def serving(args: Mapping[str, Any], options: Mapping[str, Any] | None = None) -> Iterator[Cluster]:
     home = make_home()

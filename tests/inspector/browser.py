@@ -6,9 +6,11 @@ import os
 import shutil
 from typing import Final
 
-from playwright.sync_api import Browser, Page, Playwright, ViewportSize
+from playwright.sync_api import Browser, Page, Playwright, ViewportSize, expect
 
 WINDOW: Final[ViewportSize] = {"width": 1400, "height": 860}
+_PATIENCE_MS: Final = 60_000
+"""Playwright's own for an expectation are 5 s, which a busy machine may take for anything."""
 PHONE: Final[ViewportSize] = {"width": 390, "height": 800}
 
 
@@ -17,6 +19,7 @@ def chromium(playwright: Playwright) -> Browser:
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
         raise SystemExit("no Chromium on the PATH: make test-ui says how to get it")
+    expect.set_options(timeout=_PATIENCE_MS)
     # Chromium's sandbox does not start for root, as in a container; the pages are the tests' own.
     return playwright.chromium.launch(executable_path=path, args=["--no-sandbox"] if os.geteuid() == 0 else [])
 

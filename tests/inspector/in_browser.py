@@ -402,18 +402,19 @@ def test_hostile_text_is_text_wherever_it_stands(site: Site) -> None:
 def test_dark_follows_the_system_until_one_is_chosen(site: Site) -> None:
     page = site.open(color_scheme="dark")
     ground = "getComputedStyle(document.body).backgroundColor"
+    becomes = f"colour => {ground} === colour"
     dark = page.evaluate(ground)
     page.emulate_media(color_scheme="light")
-    page.wait_for_function(f"{ground} !== '{dark}'")  # the page hears of it with its next frame
+    page.wait_for_function(f"colour => {ground} !== colour", arg=dark)
     light = page.evaluate(ground)
     button = page.get_by_role("button", name=re.compile("^Theme"))
     button.click()
-    assert page.evaluate(ground) == dark
+    page.wait_for_function(becomes, arg=dark)
     page.reload()
     page.get_by_role("button", name="Theme: dark").wait_for()
-    assert page.evaluate(ground) == dark
+    page.wait_for_function(becomes, arg=dark)
     button.click()
-    assert page.evaluate(ground) == light
+    page.wait_for_function(becomes, arg=light)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

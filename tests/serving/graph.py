@@ -40,19 +40,27 @@ class Graph:
                     return snapshot
                 await asyncio.sleep(0.05)
 
+    def processes(self, title: str) -> list[psutil.Process]:
+        """Those that run below this one under a name like that."""
+        return running_below(psutil.Process(), title)
+
     def kill_state_actors(self) -> int:
         """Ends every state actor's process without a warning. Returns how many."""
-        processes = [each for each in psutil.Process().children(recursive=True) if _is_state_actor(each)]
+        processes = self.processes("ray::StateShard")
         for process in processes:
             os.kill(process.pid, signal.SIGKILL)
         psutil.wait_procs(processes, timeout=10)
         return len(processes)
 
 
-def _is_state_actor(process: psutil.Process) -> bool:
+def running_below(process: psutil.Process, title: str) -> list[psutil.Process]:
+    return [each for each in process.children(recursive=True) if _runs_as(each, title)]
+
+
+def _runs_as(process: psutil.Process, title: str) -> bool:
     try:
-        return " ".join(process.cmdline()).startswith("ray::StateShard")
-    except psutil.NoSuchProcess:  # it has ended since it was listed
+        return " ".join(process.cmdline()).startswith(title)
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended since it was listed
         return False
 
 

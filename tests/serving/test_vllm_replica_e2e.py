@@ -1,4 +1,4 @@
-"""A replica with a real engine is killed in the middle of a call."""
+"""A replica with a real engine is killed in the middle of a call. Its file comes last of those that share the graph."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ import pytest
 
 from gym_capture.build.builder import build
 from gym_capture.capture.records import Root
-from tests.faults.apis import APIS
-from tests.faults.audit import read
-from tests.faults.cluster import Cluster
-from tests.serving.replica import until
+from gym_capture.serving.state import connect
+from tests.serving.graph import Graph, running_below, whole
+from tests.serving.replica import chat_body, until
 
 pytestmark = pytest.mark.engine
 
@@ -54,27 +53,33 @@ async def answered(http: httpx.AsyncClient, url: str, body: Mapping[str, Any]) -
             await asyncio.sleep(0.5)
 
 
-async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(vllm_cluster: Cluster) -> None:
-    cluster = vllm_cluster
-    engines = set(cluster.processes("VLLM::"))
+def has_ended(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return process.status() == psutil.STATUS_ZOMBIE
+    return True
+
+
+async def test_no_engine_outlives_its_replica_and_the_rollout_goes_on(graph: Graph) -> None:
+    (replica,) = graph.processes("ray::ServeReplica:")
+    engines = running_below(replica, "VLLM::")
     assert engines
 
-    url = f"{cluster.url}/ng-rollout/r/v1/chat/completions"
-    body = APIS[0].body((), "Talk.")
+    url = f"{graph.url}/ng-rollout/killed-replica/v1/chat/completions"
+    body = chat_body()
     async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
-        await answered(http, f"{cluster.url}/ng-rollout/before/v1/chat/completions", body)
-        (replica,) = cluster.processes("ray::ServeReplica:")  # found first: looking for it takes a while
+        await answered(http, f"{graph.url}/ng-rollout/before/v1/chat/completions", body)
         with standing_still(engines):
             async with http.stream("POST", url, json={**body, **ENDLESS}) as response:
                 assert response.status_code == 200
                 replica.kill()
                 with pytest.raises(httpx.TransportError):
                     await to_the_end(response.aiter_lines())
-        await until(lambda: engines.isdisjoint(cluster.processes("VLLM::")))
+        await until(lambda: all(map(has_ended, engines)))
         reply = await answered(http, url, body)
-    assert len(cluster.processes("VLLM::")) == len(engines)
-    snapshot = read(cluster.records).snapshots["r"]
-    (entry,) = snapshot.entries
+    (after,) = graph.processes("ray::ServeReplica:")
+    assert len(running_below(after, "VLLM::")) == len(engines)
+    snapshot = await connect(namespace=graph.namespace).freeze("killed-replica")
+    (entry,) = whole(snapshot)
     assert (entry.model_call_id, entry.parent) == (reply.json()["id"], Root())
     assert snapshot.incomplete == (f"dangling_intent:{response.headers['request-id']}",)
     assert build(snapshot).masked
