@@ -1,0 +1,39 @@
+"""Every command of a shell block is run by a test, or a table says why not. `make test-docs` runs those of a graph."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.docs.pages import PAGES, blocks, inline
+from tests.docs.shell import INLINE, LEFT_OUT, NO_GRAPH, Placeholders, commands
+from tests.docs.walk import BEFORE, GOES_ON, Reader, furnished
+
+EVERY = [command.text for command in commands()]
+COMMAND = re.compile(r"(gym-capture|make|python|pip|ray|serve|curl|export|source|pytest) \S")
+
+
+def test_a_block_of_commands_is_one_of_the_shell() -> None:
+    """Others are not run."""
+    assert [block.where for block in blocks("", "text") if any(map(COMMAND.match, block.text.splitlines()))] == []
+
+
+@pytest.mark.parametrize("begins", [*LEFT_OUT, *BEFORE, *GOES_ON, *NO_GRAPH])
+def test_no_row_of_the_tables_is_about_nothing(begins: str) -> None:
+    assert any(re.match(begins, text) for text in EVERY)
+
+
+def test_what_is_run_of_the_texts_stands_in_them() -> None:
+    said = {" ".join(token.content.split()) for page in PAGES for token in inline(page, "code_inline")}
+    assert set(INLINE) <= said
+
+
+def test_what_needs_no_graph_is_run(tmp_path: Path) -> None:
+    reader = Reader(tmp_path / "work", furnished(tmp_path), Placeholders("no model"))
+    told = [each for each in commands() if any(re.match(begins, each.text) for begins in NO_GRAPH)]
+    for command in told:
+        reader.run(command.block.where, command.text)
+    assert reader.failed == []
+    assert len(told) > 8
