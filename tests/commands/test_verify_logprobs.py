@@ -43,13 +43,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 VERSIONS = {"penalties": "1"}
 
 
-@pytest.fixture(scope="module")
-def environment() -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        yield
-
-
 async def sampled(engine: VllmEngine, name: str, prompt: Sequence[int], parent: TokenEntry | None) -> TokenEntry:
     call_id = f"{name}-{0 if parent is None else 1}"
     request = ModelRequest(
@@ -76,8 +69,8 @@ async def sampled(engine: VllmEngine, name: str, prompt: Sequence[int], parent: 
 
 
 @pytest.fixture(scope="module")
-def recorded(environment: None) -> list[Snapshot]:
-    """A rollout of two calls for each way to sample."""
+def recorded() -> list[Snapshot]:
+    """A rollout of two calls for each way to sample. The cache is bounded here only: the command does so by itself."""
 
     async def sample() -> list[Snapshot]:
         engine = engine_holder.start()
@@ -91,7 +84,9 @@ def recorded(environment: None) -> list[Snapshot]:
         finally:
             await engine.close()
 
-    return asyncio.run(sample())
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        return asyncio.run(sample())
 
 
 def as_log(snapshots: Sequence[Snapshot], directory: Path) -> Path:

@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Final
 
-from tests.docs.pages import PAGES, ROOT, Block, blocks_of
+from tests.docs.pages import PAGES, ROOT, Block, blocks_of, inline
 
 SHELL: Final = ("bash", "sh", "console")
 
@@ -49,7 +49,9 @@ INLINE: Final = (
     "gym-capture model smollm2",
     "gym-capture rollouts run --out runs/first --generate 8",
     "gym-capture rollouts run --out runs/job",
+    "gym-capture rollouts run serve_configs/jobs/register.yaml --build runs/register/trajectories",
     "gym-capture weights status",
+    "gym-capture weights abort",
 )
 """Commands in the midst of text that are whole. The others are parsed only (`tests/docs/test_pages.py`)."""
 
@@ -90,6 +92,12 @@ def commands() -> Iterator[Command]:
     for page in PAGES:
         for block in shell_blocks(page):
             yield from commands_of(block)
+
+
+def in_text() -> set[str]:
+    """Commands of ours that stand in the midst of text, whole or in part."""
+    said = {" ".join(token.content.split()) for page in PAGES for token in inline(page, "code_inline")}
+    return {text for text in said if text.startswith("gym-capture ")}
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import PAGES, blocks, inline
-from tests.docs.shell import INLINE, LEFT_OUT, NO_GRAPH, Placeholders, commands
+from tests.docs.pages import blocks
+from tests.docs.shell import INLINE, LEFT_OUT, NO_GRAPH, Placeholders, commands, in_text
 from tests.docs.walk import BEFORE, GOES_ON, Reader, furnished
 
 EVERY = [command.text for command in commands()]
@@ -26,8 +26,7 @@ def test_no_row_of_the_tables_is_about_nothing(begins: str) -> None:
 
 
 def test_what_is_run_of_the_texts_stands_in_them() -> None:
-    said = {" ".join(token.content.split()) for page in PAGES for token in inline(page, "code_inline")}
-    assert set(INLINE) <= said
+    assert set(INLINE) <= in_text()
 
 
 def test_what_needs_no_graph_is_run(tmp_path: Path) -> None:

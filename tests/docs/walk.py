@@ -33,7 +33,17 @@ from gym_capture.cluster.env import private_cluster_env
 from gym_capture.demo.processes import free_port
 from gym_capture.models import default_cache, tiny_dir
 from tests.docs.pages import PAGES, ROOT
-from tests.docs.shell import INLINE, Command, Placeholders, commands, commands_of, configuration, files, shell_blocks
+from tests.docs.shell import (
+    INLINE,
+    Command,
+    Placeholders,
+    commands,
+    commands_of,
+    configuration,
+    files,
+    in_text,
+    shell_blocks,
+)
 
 _FIRST: Final = ("docs/quickstart.md", "docs/jobs.md")
 """They serve, and make what the others look at."""
@@ -47,7 +57,7 @@ _ORDER: Final = (
     "docs/learning.md",
 )
 _LAST: Final = ("docs/operations.md",)
-"""It stops what is served."""
+"""It ends what is left of a graph that is no longer served."""
 
 BEFORE: Final = {
     "curl -s http://127.0.0.1:8000/stats": "python agent.py http://127.0.0.1:8000",
@@ -64,7 +74,7 @@ GOES_ON: Final = {
 
 _NOISE: Final = re.compile(
     r"^Traceback|\(\w+ pid=\d+\)|\b(Future|Deprecation|User|Resource)Warning\b"
-    r"|^\[?20\d\d-\d\d-\d\d .*\b(WARN|ERR|INFO)",
+    r"|^\[?20\d\d-\d\d-\d\d .*\b(WARNING|ERROR|INFO|W|E)\b",
     re.MULTILINE,
 )
 _READY_WITHIN_S: Final = 600.0
@@ -114,7 +124,7 @@ class Reader:
 
     def run(self, where: str, text: str) -> str:
         """Runs it to its end. Returns what it printed."""
-        filled = self.names.filled(text)
+        filled = "\n".join(map(self.names.filled, text.splitlines()))
         began = time.monotonic()
         try:
             done = subprocess.run(
@@ -139,22 +149,23 @@ class Reader:
         """Runs it for the length of the block, once it is ready, and ends it as Ctrl-C does."""
         filled = self.names.filled(text)
         began = time.monotonic()
-        with tempfile.TemporaryFile("w+") as said:
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
             process = subprocess.Popen(
                 ["bash", "-c", f"exec {filled}"],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
-                stderr=subprocess.STDOUT,
+                stdout=out,
+                stderr=err,
             )
-            problem = _wait_ready(process, said.fileno(), ready)
+            problem = _wait_ready(process, (out.fileno(), err.fileno()), ready)
             try:
                 yield
             finally:
                 at_the_end = _ended(process)
-                said.seek(0)
-                self._judge(where, filled, problem or at_the_end, "", said.read(), began)
+                out.seek(0)
+                err.seek(0)
+                self._judge(where, filled, problem or at_the_end, out.read(), err.read(), began)
 
     def _serves(self) -> bool:
         try:
@@ -173,18 +184,18 @@ class Reader:
 
 
 def _tail(text: str) -> str:
-    return "".join(f"  | {line}\n" for line in text.splitlines()[-25:])
+    return "".join(f"  | {line}\n" for line in text.splitlines()[-100:])
 
 
 def _ready_line(command: Command) -> str | None:
     return next((ready for begins, ready in GOES_ON.items() if re.match(begins, command.text)), None)
 
 
-def _wait_ready(process: subprocess.Popen[bytes], output: int, ready: str) -> str | None:
+def _wait_ready(process: subprocess.Popen[bytes], outputs: Sequence[int], ready: str) -> str | None:
     """The problem, if it never is."""
     deadline = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < deadline:
-        if re.search(ready, os.pread(output, 1 << 20, 0).decode(errors="replace")):
+        if any(re.search(ready, os.pread(output, 1 << 20, 0).decode(errors="replace")) for output in outputs):
             return None
         if process.poll() is not None:
             return f"has ended with {process.returncode} before it was ready"
@@ -231,8 +242,12 @@ def furnished(folder: Path) -> dict[str, str]:
     default_cache().mkdir(parents=True, exist_ok=True)
     (cache / "models").symlink_to(default_cache())
     tools.mkdir()
-    (tools / "gym-capture").write_text(f'#!/bin/sh\nexec {sys.executable} -m gym_capture.cli "$@"\n')
-    (tools / "gym-capture").chmod(0o755)
+    programs = {"gym-capture": f'exec {sys.executable} -m gym_capture.cli "$@"'}
+    if shutil.which("rsync") is None:  # not everywhere; this does what one run of it would
+        programs["rsync"] = 'mkdir -p "$4" && cp -a "$3." "$4"'
+    for name, text in programs.items():
+        (tools / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tools / name).chmod(0o755)
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "GYM_CAPTURE_", "XDG_"))}
     return kept | {
         "HOME": str(home),
@@ -258,9 +273,11 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     environment["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     (folder / "ray").mkdir()
+    port = free_port()
+    environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
     options = {
         "node-ip-address": "127.0.0.1",
-        "port": free_port(),
+        "port": port,
         "dashboard-port": dashboard,
         "dashboard-agent-listen-port": free_port(),
         "num-cpus": 8,
@@ -292,34 +309,40 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[str]:
 
 def main(wanted: Sequence[str]) -> int:
     every = [page.relative_to(ROOT).as_posix() for page in PAGES]
+    if unknown := sorted(set(wanted) - set(every)):
+        print(f"no such page: {', '.join(unknown)}; pages are README.md, docs/jobs.md, ...", file=sys.stderr)
+        return 2
     middle = [page for page in every if page not in (*_ORDER, *_LAST)]
     pages = [page for page in (*_ORDER, *middle, *_LAST) if not wanted or page in (*_FIRST, *wanted)]
+    began = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="gcd-"))
     try:
         environment = furnished(folder)
         with cluster(folder, environment) as dashboard:
-            names = Placeholders(str(tiny_dir()), dashboard)
-            reader = Reader(folder / "work", environment, names)
+            reader = Reader(folder / "work", environment, Placeholders(str(tiny_dir()), dashboard))
             with reader.served:
                 for page in pages:
                     if page in _LAST:
-                        in_text(reader)
+                        for text in INLINE:
+                            reader.run("in text", text)
+                        reader.served.close()
                     reader.page(page)
-        everything = list(commands())
-        print(
-            f"{reader.ran} of {len(everything)} commands in blocks run, "
-            f"{sum(each.why_not is not None for each in everything)} left out for a reason; "
-            f"{len(INLINE)} in the midst of text"
-        )
-        print("\n".join(reader.failed) or "all in order")
-        return 1 if reader.failed else 0
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    return _said(reader, all_pages=not wanted, minutes=(time.monotonic() - began) / 60)
 
 
-def in_text(reader: Reader) -> None:
-    for text in INLINE:
-        reader.run("in text", text)
+def _said(reader: Reader, *, all_pages: bool, minutes: float) -> int:
+    everything = list(commands())
+    left_out = sum(each.why_not is not None for each in everything)
+    print(
+        f"{minutes:.0f} minutes; of {len(everything)} commands in blocks {reader.ran} run, {left_out} left out for a "
+        f"reason; of {len(in_text())} in the midst of text {len(INLINE)} run, the others parsed only"
+    )
+    if all_pages and reader.ran + left_out != len(everything):
+        reader.failed.append("a command was neither run nor left out")
+    print("\n".join(reader.failed) or "all in order")
+    return 1 if reader.failed else 0
 
 
 if __name__ == "__main__":
