@@ -29,6 +29,26 @@ def test_what_is_run_of_the_texts_stands_in_them() -> None:
     assert set(INLINE) <= in_text()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "false",
+        "false\ntrue",
+        "false | true",
+        "echo 'Traceback (most recent call last):' >&2",
+        "echo '(Worker pid=7) hello' >&2",
+        "printf '2026-11-30 22:43:17,765\\tWARNING services.py:442 -- Something' >&2",
+        "echo '[2026-11-30 22:43:17,765 W 21455 21455] network_util.cc:330: Failed' >&2",
+    ],
+)
+def test_what_is_not_in_order(text: str, tmp_path: Path) -> None:
+    reader = Reader(tmp_path, {}, Placeholders("no model"))
+    reader.run("here", text)
+    assert len(reader.failed) == 1
+    reader.run("here", "echo WARNING; echo rollouts 16/16 >&2")
+    assert len(reader.failed) == 1
+
+
 def test_what_needs_no_graph_is_run(tmp_path: Path) -> None:
     reader = Reader(tmp_path / "work", furnished(tmp_path), Placeholders("no model"))
     told = [each for each in commands() if any(re.match(begins, each.text) for begins in NO_GRAPH)]

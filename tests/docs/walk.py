@@ -26,7 +26,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-import httpx
 import psutil
 
 from gym_capture.cluster.env import private_cluster_env
@@ -74,9 +73,12 @@ GOES_ON: Final = {
 
 _NOISE: Final = re.compile(
     r"^Traceback|\(\w+ pid=\d+\)|\b(Future|Deprecation|User|Resource)Warning\b"
-    r"|^\[?20\d\d-\d\d-\d\d .*\b(WARNING|ERROR|INFO|W|E)\b",
+    r"|^\[?20\d\d-\d\d-\d\d (?!.*Found multiple active Ray instances).*\b(WARNING|ERROR|INFO|W|E)\b",
     re.MULTILINE,
 )
+"""Several clusters on a machine, which others use as well, are no fault of a command's: Ray says which one it takes."""
+_SHOWS_AN_ENGINE: Final = "gym-capture verify-logprobs"
+"""What vLLM says while it starts stands on stderr: of such a command a traceback alone is a fault."""
 _READY_WITHIN_S: Final = 600.0
 _ENDS_WITHIN_S: Final = 900.0
 
@@ -90,6 +92,7 @@ class Reader:
     names: Placeholders
     served: ExitStack = field(default_factory=ExitStack)
     """Ends the graph."""
+    serves: bool = False
     ran: int = 0
     failed: list[str] = field(default_factory=list)
 
@@ -116,8 +119,10 @@ class Reader:
             if "rollouts submit" in command.text:
                 self.names.job_id = said.strip().splitlines()[-1] if said.strip() else "none"
         elif command.text.startswith("gym-capture serve"):
-            if not self._serves():
-                self.served.enter_context(self.going_on(where, command.text, ready))
+            if not self.serves:  # one that does serves for all pages
+                self.serves = self.served.enter_context(self.going_on(where, command.text, ready)) is None
+                if not self.serves:
+                    raise SystemExit("nothing serves")
         else:
             with self.going_on(where, command.text, ready):
                 pass
@@ -145,8 +150,11 @@ class Reader:
         return done.stdout
 
     @contextmanager
-    def going_on(self, where: str, text: str, ready: str) -> Iterator[None]:
-        """Runs it for the length of the block, once it is ready, and ends it as Ctrl-C does."""
+    def going_on(self, where: str, text: str, ready: str) -> Iterator[str | None]:
+        """Runs it for the length of the block, from when it is ready, and ends it as Ctrl-C does.
+
+        Yields what was wrong, if it is not ready.
+        """
         filled = self.names.filled(text)
         began = time.monotonic()
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
@@ -160,21 +168,16 @@ class Reader:
             )
             problem = _wait_ready(process, (out.fileno(), err.fileno()), ready)
             try:
-                yield
+                yield problem
             finally:
                 at_the_end = _ended(process)
                 out.seek(0)
                 err.seek(0)
                 self._judge(where, filled, problem or at_the_end, out.read(), err.read(), began)
 
-    def _serves(self) -> bool:
-        try:
-            return httpx.get("http://127.0.0.1:8000/healthz", timeout=10, trust_env=False).status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def _judge(self, where: str, text: str, problem: str | None, out: str, err: str, began: float) -> None:
-        if problem is None and (noise := _NOISE.search(err)):
+        noises = re.compile("^Traceback", re.MULTILINE) if _SHOWS_AN_ENGINE in text else _NOISE
+        if problem is None and (noise := noises.search(err)):
             problem = f"says {noise[0]!r} on stderr"
         shown = text.replace("\n", "\n    ")
         print(f"{'FAIL' if problem else 'ok  '} {where}  {time.monotonic() - began:.0f} s\n    {shown}", flush=True)
@@ -273,11 +276,9 @@ def cluster(folder: Path, environment: dict[str, str]) -> Iterator[str]:
     environment["RAY_API_SERVER_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     environment["RAY_DASHBOARD_ADDRESS"] = f"http://127.0.0.1:{dashboard}"
     (folder / "ray").mkdir()
-    port = free_port()
-    environment["RAY_ADDRESS"] = f"127.0.0.1:{port}"
     options = {
         "node-ip-address": "127.0.0.1",
-        "port": port,
+        "port": free_port(),
         "dashboard-port": dashboard,
         "dashboard-agent-listen-port": free_port(),
         "num-cpus": 8,
