@@ -154,7 +154,7 @@ cli-table: $(READY)  ## write docs/cli.md again: every command and option
 test-serve: $(READY)  ## `gym-capture serve` from nothing to Ctrl-C and SIGTERM, as a user has it (3 minutes)
 	$(BIN)/python -m pytest -q --disable-warnings tests/commands/served.py $(ARGS)
 
-test-docs: $(READY)  ## every command of the docs, on a served graph (8 minutes; port 8000 must be free)
+test-docs: $(READY)  ## every command of the docs, on a served graph (12 minutes; port 8000 must be free)
 	$(BIN)/python -m tests.docs.walk $(ARGS)
 
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
