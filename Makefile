@@ -16,7 +16,8 @@ CLIENTS_READY := $(CLIENTS)/node_modules/.ready $(CLIENTS)/.mini-swe-agent/.read
 .DEFAULT_GOAL := help
 
 .PHONY: help setup demo example-claude-code example-grpo test test-fast test-clients test-clients-quick test-trainers test-trl-graph test-faults
-.PHONY: test-serve test-ui test-ui-quick ui-ready chromium lint format typecheck bench ui check-configs contiguity-table cli-table reasons-table clean
+.PHONY: test-serve test-docs test-ui test-ui-quick ui-ready chromium lint format typecheck bench ui check-configs contiguity-table
+.PHONY: cli-table reasons-table clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
@@ -164,6 +165,9 @@ cli-table: $(READY)  ## write docs/cli.md again: every command and option
 
 test-serve: $(READY)  ## `gym-capture serve` from nothing to Ctrl-C and SIGTERM, as a user has it (3 minutes)
 	$(BIN)/python -m pytest -q --disable-warnings tests/commands/served.py $(ARGS)
+
+test-docs: $(READY)  ## every command of the docs, on a served graph (12 minutes; port 8000 must be free)
+	$(BIN)/python -m tests.docs.walk $(ARGS)
 
 reasons-table: $(READY)  ## write docs/reasons.md again: every reason, what it means, what to do
 	$(BIN)/python -m gym_capture.commands.explain > docs/reasons.md

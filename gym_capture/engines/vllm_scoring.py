@@ -23,6 +23,7 @@ import numpy as np
 from vllm import SamplingParams, TokensPrompt
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.outputs import RequestOutput
+from vllm.platforms import current_platform
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -31,6 +32,8 @@ from gym_capture.engines.vllm import VllmEngine
 from gym_capture.engines.vllm_outputs import sampled_log_probs
 
 _AT_ONCE: Final = 64
+_CPU_CACHE: Final = {"kv_cache_memory_bytes": 1 << 30}
+"""By itself vLLM takes nearly all memory of a machine without a GPU, and refuses one where something else runs."""
 
 
 class Drawn(NamedTuple):
@@ -75,10 +78,12 @@ class VllmScorer:
     @classmethod
     def start(cls, *, model: str, engine_args: Mapping[str, Any]) -> VllmScorer:
         """Tens of seconds. Raises `ConfigError`, and what vLLM raises of arguments that cannot work."""
-        replays = bool(AsyncEngineArgs(model=model, **engine_args).create_engine_config().use_v2_model_runner)
+        sized = engine_args.keys() & {*_CPU_CACHE, "gpu_memory_utilization"}
+        asked = {**(_CPU_CACHE if current_platform.is_cpu() and not sized else {}), **engine_args}
+        replays = bool(AsyncEngineArgs(model=model, **asked).create_engine_config().use_v2_model_runner)
         extra = {"enable_trace_replay": True} if replays else {}
         engine = VllmEngine.start(
-            model=model, name="policy", tool_parser=None, reasoning_parser=None, engine_args={**engine_args, **extra}
+            model=model, name="policy", tool_parser=None, reasoning_parser=None, engine_args={**asked, **extra}
         )
         return cls(engine.llm, max_model_len=engine.model.max_model_len, replays=replays, engine=engine)
 

@@ -44,13 +44,6 @@ SAMPLINGS: dict[str, dict[str, Any]] = {
 VERSIONS = {"penalties": "1"}
 
 
-@pytest.fixture(scope="module")
-def environment() -> Any:
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        yield
-
-
 async def sampled(engine: VllmEngine, name: str, prompt: Sequence[int], parent: TokenEntry | None) -> TokenEntry:
     call_id = f"{name}-{0 if parent is None else 1}"
     request = ModelRequest(
@@ -77,7 +70,7 @@ async def sampled(engine: VllmEngine, name: str, prompt: Sequence[int], parent: 
 
 
 @pytest.fixture(scope="module")
-def recorded(running: Running, environment: None) -> list[Snapshot]:
+def recorded(running: Running) -> list[Snapshot]:
     """A rollout of two calls for each way to sample."""
 
     async def sample() -> list[Snapshot]:

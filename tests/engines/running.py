@@ -51,8 +51,7 @@ class Running:
 
 @contextmanager
 def running_engine() -> Iterator[Running]:
-    with pytest.MonkeyPatch.context() as environment, asyncio.Runner() as runner:
-        environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    with asyncio.Runner() as runner:
 
         async def start() -> VllmEngine:
             return VllmEngine.start(
@@ -63,6 +62,8 @@ def running_engine() -> Iterator[Running]:
                 engine_args=ENGINE_ARGS,
             )
 
-        engine = runner.run(start())
+        with pytest.MonkeyPatch.context() as environment:  # for this engine alone: those of commands bound it themselves
+            environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+            engine = runner.run(start())
         yield Running(engine, runner)
         runner.run(closing_twice_is_harmless(engine))
