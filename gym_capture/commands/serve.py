@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -42,6 +43,7 @@ _STARTING: Final = "Ray Serve starts, vLLM loads the model: about a minute for a
 _POLL_S: Final = 0.5
 _CPU_CACHE_GIB: Final = "1"
 _SMALL: Final = ("smollm2", "tiny")
+_HUB_NAME: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def command(
@@ -120,8 +122,14 @@ def configured(
 
 def _check_model(model: object) -> None:
     """Raises `ConfigError` for what is no model folder. A small one is made when it is served."""
-    if model not in _SMALL and not (Path(str(model)).expanduser() / "config.json").is_file():
-        raise ConfigError(f"--model {model}: is neither a model folder (with a config.json) nor {' or '.join(_SMALL)}")
+    if model in _SMALL or (Path(str(model)).expanduser() / "config.json").is_file():
+        return
+    of_hub = (
+        f"; a hub's name? `hf download {model} --local-dir FOLDER` first" if _HUB_NAME.fullmatch(str(model)) else ""
+    )
+    raise ConfigError(
+        f"--model {model}: is neither a model folder (with a config.json) nor {' or '.join(_SMALL)}{of_hub}"
+    )
 
 
 def _quick(model: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ _KNOWN: Final = (
 def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | None = None) -> Source:
     """Opens what a path leads to. `records`: of a job, where the graph keeps them. Raises `ConfigError`."""
     if not path.exists():
-        raise ConfigError(f"there is no {path}")
+        raise ConfigError(f"there is no {path}: name a directory with {_KNOWN}, or the URL of a graph")
     try:
         if (path / JOB_FILE).is_file():
             from gym_capture.inspector.job_source import JobSource
