@@ -247,6 +247,7 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                     is_shared=True,
                 )
                 running = stack.enter_context(graph)
+                phase.note("healthy")
             where = _where(served, running.url, address)
             if as_json:
                 typer.echo(json.dumps(where | {"log": str(running.child.log)}))
@@ -364,6 +365,7 @@ def _say(where: Mapping[str, Any], console: Console) -> None:
         "Anthropic": f"base URL {where['anthropic']}",
         "model": where["model"],
         "API key": token,
+        "look": f"{where['url']}/inspect/ in a browser, `gym-capture inspect ROLLOUT_ID {where['url']}` here",
         "what it does": f"{where['url']}/stats",
         "records": where["records"],
         "Ray": f"{where['ray_address']}: `rollouts run` and `build-job` find it on this machine",
