@@ -23,11 +23,14 @@ help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
 setup: $(READY)  ## create .venv and install the pinned list (about 3 minutes, 3 GB)
+	@echo "ready: source $(VENV)/bin/activate, then gym-capture serve --model smollm2, or a model folder of yours"
 
 # --no-deps: the list is complete, and resolving would pull in packages that break the CPU build of torch.
 $(READY): requirements/cpu.txt pyproject.toml
+	@test -x $(BIN)/pip || $(PYTHON) -c '' 2>/dev/null \
+		|| { echo "make setup needs Python 3.11, as $(PYTHON) on the PATH: install it, or say where: make setup PYTHON=/path/to/python3.11"; exit 1; }
 	@echo "Installing the pinned packages into $(VENV) (about 3 minutes, 3 GB)..."
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
 	@{ $(PIP) install --no-deps -r requirements/cpu.txt && $(PIP) install --no-deps --no-build-isolation -e .; } \
 		>$(VENV)/setup.log 2>&1 || { tail -n 40 $(VENV)/setup.log; echo "make setup failed; all of pip's output is in $(VENV)/setup.log"; exit 1; }
 	@touch $@

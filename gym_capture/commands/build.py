@@ -16,6 +16,7 @@ from gym_capture.commands import building
 from gym_capture.commands.building import listed_rollouts, progress_bar, show, warn_of_left
 from gym_capture.data.directory import build_directory
 from gym_capture.data.nemo_gym import compressed_files
+from gym_capture.stores import DEFAULT_DIRECTORY
 
 
 def command(
@@ -25,6 +26,8 @@ def command(
             help="Directory of <rollout>.tokens.jsonl files, or the records that a stopped graph left.",
             exists=True,
             file_okay=False,
+            default_factory=DEFAULT_DIRECTORY.expanduser,
+            show_default=str(DEFAULT_DIRECTORY),
         ),
     ],
     out: Annotated[str, typer.Option(help="Directory, or URI of one, for the Parquet files; made if it is not there.")],

@@ -80,8 +80,12 @@ def _show(views: _Views, *, full: bool, as_json: bool) -> None:
             trajectory["pages"] = list(_pages(views, number, trajectory["tokens"]))
     if as_json:
         typer.echo(json.dumps(seen | {"trajectories": trajectories}))
-    else:
-        show(seen, trajectories, full=full, without_calls=views.without_calls)
+        return
+    show(seen, trajectories, full=full, without_calls=views.without_calls)
+    if any(None in page["texts"] for each in trajectories for page in each["pages"]):
+        typer.echo(
+            "ids without texts: --model FOLDER spells them, or the URL of the graph in place of a path", err=True
+        )
 
 
 def _pages(views: _Views, trajectory: int, total: int) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import tempfile
@@ -43,6 +44,7 @@ _POLL_S: Final = 0.5
 _CPU_CACHE_GIB: Final = "1"
 _SMALL: Final = ("smollm2", "tiny")
 _CLAIM: Final = "gym-capture-serve"
+_HUB_NAME: Final = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
 def command(
@@ -121,8 +123,14 @@ def configured(
 
 def _check_model(model: object) -> None:
     """Raises `ConfigError` for what is no model folder. A small one is made when it is served."""
-    if model not in _SMALL and not (Path(str(model)).expanduser() / "config.json").is_file():
-        raise ConfigError(f"--model {model}: is neither a model folder (with a config.json) nor {' or '.join(_SMALL)}")
+    if model in _SMALL or (Path(str(model)).expanduser() / "config.json").is_file():
+        return
+    of_hub = (
+        f"; a hub's name? `hf download {model} --local-dir FOLDER` first" if _HUB_NAME.fullmatch(str(model)) else ""
+    )
+    raise ConfigError(
+        f"--model {model}: is neither a model folder (with a config.json) nor {' or '.join(_SMALL)}{of_hub}"
+    )
 
 
 def _quick(model: str) -> dict[str, Any]:
@@ -246,6 +254,7 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                     is_shared=True,
                 )
                 running = stack.enter_context(graph)
+                phase.note("healthy")
             where = _where(served, running.url, address)
             if as_json:
                 typer.echo(json.dumps(where | {"log": str(running.child.log)}))
@@ -380,6 +389,7 @@ def _say(where: Mapping[str, Any], console: Console) -> None:
         "Anthropic": f"base URL {where['anthropic']}",
         "model": where["model"],
         "API key": token,
+        "look": f"{where['url']}/inspect/ in a browser, `gym-capture inspect ROLLOUT_ID {where['url']}` here",
         "what it does": f"{where['url']}/stats",
         "records": where["records"],
         "Ray": f"{where['ray_address']}: `rollouts run` and `build-job` find it on this machine",

@@ -27,7 +27,7 @@ def open_path(path: Path, options: Options = NOTHING_KNOWN, *, records: Path | N
     """Opens what a path leads to. `records`: of a job, where the graph keeps them. Raises `ConfigError`."""
     try:
         if not path.exists():
-            raise ConfigError(f"there is no {path}")
+            raise ConfigError(f"there is no {path}: name a directory with {_KNOWN}, or the URL of a graph")
         if (path / JOB_FILE).is_file():
             from gym_capture.inspector.job_source import JobSource
 

@@ -130,7 +130,8 @@ def connect(*, namespace: str = "gym-capture") -> StateClient:
         return StateClient([ray.get_actor(_actor_name(index), namespace=namespace) for index in range(shards)])
     except ValueError as error:
         raise StoreUnavailableError(
-            f"no state actors in Ray namespace {namespace!r}: is the graph running on this cluster? "
+            f"no state actors in Ray namespace {namespace!r} of the Ray cluster at "
+            f"{ray.get_runtime_context().gcs_address}: is the graph running on another one (--ray-address)? "
             "What a graph that has ended recorded is in its log (`gym-capture build-job --records DIRECTORY`)"
         ) from error
 

@@ -91,8 +91,9 @@ def lock_directory(directory: Path) -> int:
         if error.errno not in (errno.EAGAIN, errno.EACCES):
             raise
         raise StoreUnavailableError(
-            f"the log directory {directory} is in use by process {holder}: give each store a directory of its own, "
-            "or stop that process (`gym-capture state stop`, if it is a graph's)"
+            f"the log directory {directory} is in use by process {holder}: of a graph that serves, "
+            "`gym-capture build-job` builds; else give each store a directory of its own, or stop that process "
+            "(`gym-capture state stop`, if it is a graph's)"
         ) from error
     os.ftruncate(fd, 0)
     os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)

@@ -243,6 +243,17 @@ def test_wrong_usage_ends_with_2_and_says_why(
     assert not (tmp_path / "out").exists()
 
 
+def test_without_a_place_it_reads_where_a_graph_keeps_its_records(
+    captures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    records = tmp_path / ".cache/gym-capture/records"
+    records.parent.mkdir(parents=True)
+    captures.rename(records)
+    assert gym_capture("build", "--out", tmp_path / "out") == 0
+    assert (tmp_path / "out/_report.json").is_file()
+
+
 @pytest.mark.parametrize("rollouts", [[], ["--rollouts", "none.jsonl"]])
 def test_nothing_to_build_gives_a_file_without_rows_and_a_word(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rollouts: list[str]

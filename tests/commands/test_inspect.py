@@ -46,8 +46,9 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_tree_and_the_trajectory_of_a_log(log: Path, run: Run) -> None:
-    code, out, _ = run("one", log)
+    code, out, err = run("one", log)
     assert code == 0
+    assert "--model FOLDER spells them" in err
     assert "one  group group/1, sample 0" in out
     assert "└── #1 main  c1  7 (0 supplied) + 3  stop, weights 4" in out
     assert "    └── #2 main  c2  exact  18 (10 supplied) + 2  stop, weights 5" in out
@@ -126,6 +127,8 @@ def test_what_is_not_there_is_one_line(log: Path, tmp_path: Path, run: Run) -> N
     code, _, err = run("on", log)
     assert (code, err.count("\n")) == (2, 1)
     assert "did you mean 'one'?" in err
+    code, _, err = run("one", tmp_path / "nothing")
+    assert (code, err.count("\n"), "or the URL of a graph" in err) == (2, 1, True)
     code, _, err = run("one", tmp_path)
     assert (code, err.count("\n"), "holds nothing to look into" in err) == (2, 1, True)
     code, _, err = run("one", "http://127.0.0.1:9")

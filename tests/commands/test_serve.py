@@ -68,7 +68,10 @@ def test_nothing_is_started_for_what_cannot_be(
 
     monkeypatch.setattr(serve, "_serve", started)
     assert "name a Serve config, or a model" in refused([], capsys)
-    assert "--model /nowhere: is neither" in refused(["--model", "/nowhere"], capsys)
+    assert refused(["--model", "/nowhere"], capsys).endswith(
+        "is neither a model folder (with a config.json) nor smollm2 or tiny"
+    )
+    assert "`hf download Qwen/Qwen3-0.6B --local-dir FOLDER` first" in refused(["--model", "Qwen/Qwen3-0.6B"], capsys)
     assert "did you mean `engine_args`?" in refused(["--model", "tiny", "--set", "engine_arg.x=1"], capsys)
     assert "has no 'x'" in refused(["--model", "tiny", "--set", "model.x=1"], capsys)
     assert "cannot read the secret" in refused(["--model", "tiny", "--secret-file", "/nowhere"], capsys)

@@ -62,7 +62,7 @@ def running_engine() -> Iterator[Running]:
                 engine_args=ENGINE_ARGS,
             )
 
-        with pytest.MonkeyPatch.context() as environment:  # for this engine alone: those of commands bound it themselves
+        with pytest.MonkeyPatch.context() as environment:  # for this engine: commands bound theirs
             environment.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
             engine = runner.run(start())
         yield Running(engine, runner)
