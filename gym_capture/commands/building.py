@@ -117,7 +117,7 @@ def show(
     else:
         Console(soft_wrap=True, highlight=False).print(account(built, out))
         if built.mask_reasons:
-            console.print(escape(f"{look_into(built, look)}; {HINT}"), soft_wrap=True)
+            console.print(escape(visible(f"{look_into(built, look)}; {HINT}")), soft_wrap=True)
     for rollout_id, details in itertools.islice(built.details.items(), DETAILS):
         _warn(console, f"{rollout_id}: {'; '.join(_distinct(details))}")
     if len(built.details) > DETAILS:
@@ -158,9 +158,8 @@ def account(built: BuildReport, out: str | Path) -> Table:
     table.add_row("  missing", f"{len(built.missing):,}")
     for reason, count in built.mask_reasons.items():
         examples = built.mask_examples[reason]
-        table.add_row(
-            f"    masked: {reason}", f"{count:,}", escape(", ".join(examples) + ", ..." * (count > len(examples)))
-        )
+        named = ", ".join(examples) + ", ..." * (count > len(examples))
+        table.add_row(f"    masked: {escape(visible(reason))}", f"{count:,}", escape(visible(named)))
     if built.truncated:
         table.add_row("  outgrew the context", f"{built.truncated:,}")
     table.add_row("groups", f"{built.groups:,}")

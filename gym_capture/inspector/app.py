@@ -325,7 +325,8 @@ class _Api:
         return _json(found)
 
     def annotations(self, rollout: str) -> Response:
-        return _json({"annotations": _dicts(self._annotations(check_rollout_id(rollout)))})
+        check_rollout_id(rollout)
+        return _json({"annotations": _dicts([each for file in self._notes() for each in file.of(rollout)])})
 
     async def annotate(self, request: Request) -> Response:
         _check_own_page(request.headers)
