@@ -177,7 +177,8 @@ def test_a_job_file_is_played_and_goes_on_with_other_keys(here: Path, capsys: py
     assert (last["calls"], last["generated_tokens"]) == (6, 60)
     assert (last["eligible_links"], last["contiguous_links"], last["masked"], last["built"]) == (4, 4, 0, None)
     recorded = [json.loads(line)["recorded"] for line in (here / "job" / "rollouts.jsonl").read_text().splitlines()]
-    counts = {"calls": 3, "generated_tokens": 30, "eligible_links": 2, "contiguous_links": 2, "flaws": 0}
+    links = {"eligible_links": 2, "contiguous_links": 2}
+    counts = {"calls": 3, "generated_tokens": 30, **links, "flaws": 0, "timed_puts": 0, "put_s": 0.0}
     assert recorded == [counts, counts]
     assert output.err.startswith("2 of 2 rollouts finished")
     settings = json.loads((here / "job" / "job.json").read_text())
