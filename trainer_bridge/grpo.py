@@ -176,7 +176,7 @@ class GrpoTrainer:
         on_progress: Callable[[int, int], None] = lambda done, of: None,
         give_up: Callable[[], bool] = lambda: False,
     ) -> StepMetrics:
-        """Moves the weights on `rollouts`. `on_progress` gets the passes over micro-batches done, and how many of.
+        """Moves the weights on `rollouts`. `on_progress` gets the passes over micro-batches done, and of how many.
 
         `give_up` is asked behind each of them, until the weights have moved: if so, raises `StepGivenUpError`, with
         nothing changed.
@@ -417,6 +417,7 @@ class _Progress:
         self._done = 0
         self._of = of
         self._give_up = give_up
+        report(0, of)
 
     def advance(self) -> None:
         self._done += 1

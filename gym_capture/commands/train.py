@@ -288,6 +288,9 @@ def command(
         console.print(f"nothing to do: {out} has all {progress.step} steps")
     elif not run.made:
         raise typer.Exit(1)
+    elif steps is not None and progress.step < steps:
+        hint = "" if data is None or follow else " (--epochs: how often all are trained on)"
+        console.print(f"there are no more rollouts: {progress.step} of {steps} steps were made{hint}")
 
 
 @dataclass
@@ -312,7 +315,7 @@ class _Run:
         if self.job is None and not self.asked.follow:
             assert data is not None
             groups = itertools.islice(epochs_of(data, self.asked.epochs), trainer.progress.groups_trained, None)
-            return trainer.run(groups, on_step=self._step, on_progress=self._passes, on_wait=self._waits)
+            return trainer.run(groups, on_step=self._step, on_progress=self._passes, on_wait=self._reads)
         if data is not None and "://" not in data and not Path(data).exists():
             self._note(f"{data} is not there yet: waiting for the job that builds into it")
         with opened(
@@ -343,6 +346,9 @@ class _Run:
 
     def _passes(self, done: int, of: int) -> None:
         self._show(f"step {self.trainer.progress.step + 1}", done, of)
+
+    def _reads(self, there: int, of: int) -> None:
+        self._show(f"step {self.trainer.progress.step + 1}: reading rollouts", there, of)
 
     def _waits(self, there: int, of: int) -> None:
         self._show(f"step {self.trainer.progress.step + 1}: waiting for rollouts", there, of)

@@ -84,6 +84,9 @@ def test_a_run_started_again_goes_on_and_ends(tmp_path: Path, data: Path) -> Non
     newest = out / "checkpoints" / "step-00000006"
     assert (newest / "tokenizer.json").exists()
     assert "nothing to do" in train(*options).stdout
+    over = train(*options, "--epochs", 3, "--steps", 20)
+    assert "there are no more rollouts: 9 of 20 steps were made (--epochs" in over.stdout
+    assert "nothing to do" in train(*options).stdout
     assert train(*options, "--json").stdout == ""
     shutil.copytree(data, tmp_path / "other")
     other = train("--data", tmp_path / "other", "--out", out)
