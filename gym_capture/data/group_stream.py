@@ -5,19 +5,20 @@ the whole group. Its rows are those that a build of the whole job gives (`parts`
 after the groups that were complete by then; what ends the stream ends the job.
 
 Flow: the job tells of each rollout that is over -> its group is complete -> a thread, with a `TokenSource` of its own,
-freezes, builds and compares it (`BuildThread`) -> `stream_groups` hands it out, or `group_files` writes it. Where no
-job tells, `recorded_groups` asks what is on record.
+freezes, builds and compares it (`BuildThread`), again if a call was about to end -> `stream_groups` hands it out, or
+`group_files` writes it. Where no job tells, `recorded_groups` asks what is on record.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Final, TypeAlias, TypeVar
 
 import pyarrow as pa
 
@@ -26,8 +27,12 @@ from gym_capture.data.parts import Part, RowOptions, Unwatched, WorkerSource, bu
 from gym_capture.data.requests import Request, read_group
 from gym_capture.data.sources import SourceSpec
 from gym_capture.errors import ConfigError, StoreUnavailableError, StreamLostError
+from gym_capture.reasons import CaptureMark, reason_name
 
 __all__ = ["BuiltGroup", "stream_groups"]
+
+_ENDS_WITHIN_S: Final = 2.0
+_LOOKS_EVERY_S: Final = 0.2
 
 _T = TypeVar("_T")
 
@@ -119,6 +124,24 @@ async def answered(answer: Awaitable[_T]) -> _T:
 
 
 def _built(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGroup:
+    """The group, built again while a call of it may still be ending."""
+    give_up = time.monotonic() + _ENDS_WITHIN_S
+    while True:
+        group = _built_now(part, source, options=options)
+        if not _may_be_ending(group) or time.monotonic() > give_up:
+            return group
+        time.sleep(_LOOKS_EVERY_S)
+
+
+def _may_be_ending(group: BuiltGroup) -> bool:
+    """Whether a rollout is masked for calls without a record alone: of one that was left, it comes soon."""
+    return any(
+        each.masked and all(reason_name(reason) == CaptureMark.DANGLING_INTENT for reason in each.mask_reasons)
+        for each in group.summaries
+    )
+
+
+def _built_now(part: Part, source: WorkerSource, *, options: RowOptions) -> BuiltGroup:
     summaries: list[RolloutSummary] = []
     tables: list[pa.Table] = []
     for some, table in built_part(part, source=source, options=options, post=Unwatched()):

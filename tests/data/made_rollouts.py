@@ -57,9 +57,10 @@ def snapshot(rollout_id: str, *, turns: int = 2, tokens: int = 4, incomplete: Se
 
 
 class MadeSource:
-    """A `TokenSource` whose rollouts behave as their ids say: `missing-*`, `dangling-*`, `corrupt-*`, `denied-*`,
-    `defect-*`, `down-*`, `fatal-*` (the process that reads it dies, the first time), `poison-*` and `hungry-*` (it ends
-    each time, or is killed as for its memory); any other is a whole one."""
+    """A `TokenSource` whose rollouts behave as their ids say: `missing-*`, `dangling-*`, `ending-*` (a call of it has
+    its record the second time), `corrupt-*`, `denied-*`, `defect-*`, `down-*`, `fatal-*` (the process that reads it
+    dies, the first time), `poison-*` and `hungry-*` (it ends each time, or is killed as for its memory); any other is a
+    whole one."""
 
     def __init__(self, *, directory: str = "") -> None:
         self._directory = Path(directory)
@@ -71,6 +72,8 @@ class MadeSource:
         if kind == "missing":
             return snapshot(rollout_id, turns=0)
         if kind == "dangling":
+            return snapshot(rollout_id, turns=1, incomplete=("dangling_intent:call-1",))
+        if kind == "ending" and self._asked.count(rollout_id) == 1:
             return snapshot(rollout_id, turns=1, incomplete=("dangling_intent:call-1",))
         if kind == "corrupt":
             raise CorruptLogError("checksum", rollout_id=rollout_id)

@@ -137,6 +137,16 @@ async def test_a_rollout_that_cannot_be_read_or_failed_is_masked_in_its_group() 
     assert [rollout.advantage for rollout in read_rollouts(group.table.to_batches())][:2] == [-0.5, 0.5]
 
 
+async def test_a_call_that_its_agent_left_has_a_moment_to_end() -> None:
+    play = telling(*(row(f"ending-{number}", 0) for number in range(2)), row("dangling-a", 0))
+    found = [group async for group in stream_groups(play, source=SOURCE, group_size=1)]
+    assert [[each.mask_reasons for each in group.summaries] for group in found] == [
+        [()],
+        [()],
+        [("dangling_intent:call-1",)],
+    ]
+
+
 def test_a_rollout_that_nothing_can_be_said_of_is_refused() -> None:
     with pytest.raises(RecordError, match="reward must be a number"):
         read_group([row("g", 0, reward="much")])

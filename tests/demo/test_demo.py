@@ -38,8 +38,9 @@ def test_every_check_holds_and_the_table_is_there_for_machines_too(tmp_path: Pat
     assert rendered["contiguous_links"] < rendered["eligible_links"]
     assert supplied["delivered_fraction"] == 1.0
     assert "contiguous / eligible links" in output
-    assert f"gym-capture ui {tmp_path}/kept/records --model" in output
-    assert "gym-capture inspect demo-supplied.register-0-0." in output
+    for job in ("supplied", "rendered"):
+        assert f"gym-capture ui {tmp_path}/kept/{job} --records {tmp_path}/kept/records --model" in output
+    assert "gym-capture inspect demo-rendered.register-0-0." in output
     assert "prefix supply: serve: Ray Serve starts, vLLM loads the model" in output
     assert list((tmp_path / "kept" / "supplied" / "trajectories").glob("part-*.parquet"))
 
