@@ -125,7 +125,11 @@ function One({ message }: { message: Message }) {
           <Text text={message.reasoning} short={false} />
         </details>
       )}
-      {message.text == null && message.tokens != null && <p class="muted">{count(message.tokens)} tokens; their text needs the tokenizer</p>}
+      {message.text == null && message.tokens != null && (
+        <p class="muted">
+          {count(message.tokens)} tokens; their text needs the tokenizer: <code>gym-capture ui ... --model FOLDER</code>
+        </p>
+      )}
       {message.text && <Text text={message.text} short={old || message.role === "tool"} />}
       {message.tool_calls?.map((call, index) => (
         <div key={index} class="tool-call">
