@@ -157,9 +157,14 @@ def _map_parts(
         fn_kwargs=dict(arguments),
         batch_size=None,
         batch_format="pyarrow",
-        compute=ray.data.TaskPoolStrategy(options.workers),
+        compute=ray.data.TaskPoolStrategy(_tasks(len(parts), options.workers)),
         num_cpus=options.worker_cpus,
     )
+
+
+def _tasks(parts: int, workers: int | None) -> int | None:
+    """At a time: of more than there are parts Ray warns."""
+    return None if workers is None or parts == 0 else min(workers, parts)
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gym_capture.errors import ConfigError
+from gym_capture.errors import ConfigError, RecordError
 from gym_capture.rollouts import patience
 from gym_capture.rollouts.environment import Environment, Register, Score
 from gym_capture.rollouts.harness import Completed, Outcome
@@ -125,10 +125,16 @@ def test_a_disk_that_is_full_is_said_before_anything_is_played(tmp_path: Path) -
         patience.run(make(tmp_path, Scripted(play)).run())
 
 
-@pytest.mark.parametrize("name", ["lock", "job.json", "attempts.jsonl", "rollouts.jsonl", "failures.jsonl"])
+@pytest.mark.parametrize("name", ["lock", "attempts.jsonl", "rollouts.jsonl", "failures.jsonl"])
 def test_a_directory_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(ConfigError, match=f"a rollout job cannot be kept in {tmp_path}: Is a directory"):
+        patience.run(make(tmp_path, Scripted(well)).run())
+
+
+def test_a_job_that_is_no_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "job.json").mkdir()
+    with pytest.raises(RecordError, match=f"{tmp_path}/job.json cannot be read: is a directory.* remove it"):
         patience.run(make(tmp_path, Scripted(well)).run())
 
 
