@@ -45,6 +45,7 @@ _SHOWN_LINES: Final = 6
 _REPLICA_PORTS: Final = 100
 _FAILED: Final = re.compile("failed to start", re.IGNORECASE)
 """In what Serve says of a deployment of which it starts a replica again."""
+_PYDANTIC_SAYS: Final = "For further information visit https://errors.pydantic.dev"
 _OBJECT_STORE_BYTES: Final = 256 * 2**20
 
 
@@ -240,16 +241,21 @@ def _deployment_state(child: Child) -> str:
     for name, application in serve.status().applications.items():
         if application.status in ("DEPLOY_FAILED", "UNHEALTHY"):
             why = [deployment.message for deployment in application.deployments.values()] or [application.message]
-            ends = ["\n".join(message.strip().splitlines()[-_SHOWN_LINES:]) for message in why]
+            ends = ["\n".join(_lines(message)[-_SHOWN_LINES:]) for message in why]
             raise ConfigError(f"{name} failed to deploy, all of it in {child.log}:\n" + "\n".join(ends))
         return str(application.status.value).lower()
     return "starting Serve"
+
+
+def _lines(message: str) -> list[str]:
+    """Without where Pydantic has more to say: it is what the last line would be."""
+    return [line for line in message.strip().splitlines() if not line.strip().startswith(_PYDANTIC_SAYS)]
 
 
 def _failures() -> Iterator[str]:
     """Of replicas that failed to start and that Serve starts again: the last line of why, in its words."""
     for application in serve.status().applications.values():
         for deployment in application.deployments.values():
-            lines = deployment.message.strip().splitlines()
-            if application.status == "DEPLOYING" and _FAILED.search(deployment.message):
+            lines = _lines(deployment.message)
+            if lines and application.status == "DEPLOYING" and _FAILED.search(deployment.message):
                 yield lines[-1].strip()
