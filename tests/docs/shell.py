@@ -64,6 +64,11 @@ NO_GRAPH: Final = (
 """Commands that need nothing that runs, and take a second."""
 
 
+_FIRST_OF_JOB: Final = (
+    'python -c \'import json; print(json.loads(open("runs/register/rollouts.jsonl").readline())["rollout_id"])\''
+)
+
+
 @dataclass(frozen=True)
 class Command:
     """A command of a block: a line, with those that continue it."""
@@ -135,6 +140,7 @@ class Placeholders:
             r"\brollouts\.jsonl": "runs/register/rollouts.jsonl",
             r"\b(job|JOB)\.yaml|\bJOB\.YAML": "job.yaml",
             r"\bFILE\b": "my_graph.yaml",
+            r"\bROLLOUT runs/register\b": f"$({_FIRST_OF_JOB}) runs/register",
             r"\bROLLOUT\b": "what-i.0",
             r"\bREASON\b": "dangling_intent",
             r"\bfirst-1f0c2a9b\b": self.job_id,
@@ -144,6 +150,7 @@ class Placeholders:
             r"/shared/runs\b": "$PWD/shared/runs",
             r"/backup\b": "backup",
             r"/etc/gym-capture\b": "etc/gym-capture",
+            r"make setup && ": "",
             # How much.
             r"--generate 1000\b": "--generate 2",
             r"--steps 24 --rollouts-per-step 32\b": "--steps 1 --rollouts-per-step 8",
@@ -154,6 +161,12 @@ def files() -> Iterator[Block]:
     """Blocks that are files: a reader writes them."""
     for page in PAGES:
         yield from (block for block in blocks_of(page) if block.file is not None)
+
+
+def first_agent() -> str:
+    """The agent of README.md: a block of Python that is no file."""
+    (text,) = [block.text for block in blocks_of(ROOT / "README.md") if "/ng-rollout/my-rollout/" in block.text]
+    return text
 
 
 def configuration() -> str:

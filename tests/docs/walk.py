@@ -40,6 +40,7 @@ from tests.docs.shell import (
     commands_of,
     configuration,
     files,
+    first_agent,
     in_text,
     shell_blocks,
 )
@@ -61,6 +62,7 @@ _LAST: Final = ("docs/operations.md",)
 BEFORE: Final = {
     "curl -s http://127.0.0.1:8000/stats": "python agent.py http://127.0.0.1:8000",
     "gym-capture build DIR --out OUT": "gym-capture records export --out captures",
+    "gym-capture inspect my-rollout ": "python first_agent.py",
 }
 """What a page says in words, before the block that begins so."""
 
@@ -231,13 +233,16 @@ def furnished(folder: Path) -> dict[str, str]:
         assert block.file is not None
         (work / block.file).parent.mkdir(parents=True, exist_ok=True)
         (work / block.file).write_text(block.text, encoding="utf-8")
+    (work / "first_agent.py").write_text(first_agent(), encoding="utf-8")
     (work / "my_graph.yaml").write_text(configuration(), encoding="utf-8")
     job = (ROOT / "serve_configs" / "jobs" / "register.yaml").read_text(encoding="utf-8")
     (work / "job.yaml").write_text(
         job.replace("runs/register ", "runs/other ").replace("count: 4", "count: 2"), "utf-8"
     )
     (work / "etc" / "gym-capture").mkdir(parents=True)
-    (work / "etc" / "gym-capture" / "secret").write_text("a secret that a page has had its reader make\n" * 2, "utf-8")
+    for secret in (work / "secret", work / "etc" / "gym-capture" / "secret"):
+        secret.write_text("a secret that a page has had its reader make\n" * 2, "utf-8")
+        secret.chmod(0o600)
     (work / "backup").mkdir()
     (work / ".venv").symlink_to(sys.prefix)
     cache = home / ".cache" / "gym-capture"
