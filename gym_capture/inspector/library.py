@@ -40,6 +40,8 @@ class Library:
         self._table = Table()
         self._lock = threading.Lock()
         """Over the table and what is kept."""
+        self._at_work = threading.Lock()
+        """Over looks and reads: what one thread has taken from the source is in the table before another looks."""
         self._kept: OrderedDict[str, tuple[int, SeenRollout]] = OrderedDict()
         self._kept_bytes = 0
         self._name = uuid.uuid4().hex[:8]
@@ -164,6 +166,10 @@ class Library:
 
     def look(self) -> bool:
         """Takes one look. Returns whether another one is worth it at once."""
+        with self._at_work:
+            return self._look()
+
+    def _look(self) -> bool:
         try:
             look = self.source.look()
         except GymCaptureError as error:
@@ -186,6 +192,10 @@ class Library:
         """Reads a few rollouts that are due. Returns whether there were any."""
         if not self.source.is_read_whole:
             return False
+        with self._at_work:
+            return self._read_some()
+
+    def _read_some(self) -> bool:
         with self._lock:
             waiting = self._table.due(_AT_A_TIME, self._clock())
         for rollout_id in waiting:
