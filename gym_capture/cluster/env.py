@@ -35,6 +35,13 @@ CLUSTER_ENV: Final[Mapping[str, str]] = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "30",
 }
 
+OWN_CLUSTER_ENV: Final[Mapping[str, str]] = {
+    **CLUSTER_ENV,
+    # Of a cluster that a command starts for itself: nothing routes here any more once it is asked to end, and Serve
+    # would wait for half a minute that somebody in front of it hears of it, and then say that it took too long.
+    "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
+}
+
 
 def what_proxy_lacks(balance_algorithm: str) -> str | None:
     """The fault of a HAProxy that runs with this `RAY_SERVE_HAPROXY_BALANCE_ALGORITHM`."""
@@ -51,19 +58,17 @@ def what_proxy_lacks(balance_algorithm: str) -> str | None:
 def private_cluster_env(
     *, metrics_port: int, stats_port: int, fallback_port: int, replica_ports: tuple[int, int], ha_proxy: bool = True
 ) -> dict[str, str]:
-    """`CLUSTER_ENV` for a cluster beside others on one machine: no port of its own may be one of theirs.
+    """`OWN_CLUSTER_ENV` for a cluster beside others on one machine: no port of its own may be one of theirs.
 
     Otherwise requests are answered by another cluster's graph. `fallback_port`: of Serve's Python proxy, to which
     HAProxy sends what comes before a replica is there. `replica_ports`: the first and the last that a replica may take.
     """
     return {
-        **CLUSTER_ENV,
+        **OWN_CLUSTER_ENV,
         "RAY_SERVE_ENABLE_HA_PROXY": "1" if ha_proxy else "0",
         "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics_port),
         "RAY_SERVE_HAPROXY_STATS_PORT": str(stats_port),
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_port),
-        # Nothing routes here any more once it is asked to end: there is nobody to wait for.
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0.5",
         # There are not so many ports that each could rest for the hour for which an old HAProxy may know it.
         "RAY_SERVE_PORT_QUARANTINE_S": "150",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(replica_ports[0]),

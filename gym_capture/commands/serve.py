@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from gym_capture.auth import Keyring
-from gym_capture.cluster.env import CLUSTER_ENV
+from gym_capture.cluster.env import CLUSTER_ENV, OWN_CLUSTER_ENV
 from gym_capture.commands.cluster import join_cluster
 from gym_capture.commands.job_files import overridden
 from gym_capture.commands.loading import explained, one_line
@@ -288,7 +288,7 @@ def _cluster(address: str | None, console: Console) -> Iterator[str]:
     terminated = signal.getsignal(signal.SIGTERM)
     if address == "local":
         # What a person has set for a machine of theirs stays.
-        os.environ.update({name: value for name, value in CLUSTER_ENV.items() if name not in os.environ})
+        os.environ.update({name: value for name, value in OWN_CLUSTER_ENV.items() if name not in os.environ})
         cpus = max(_CPUS, os.cpu_count() or 1)
         with explained("Ray does not start here"):
             ray.init(
@@ -384,12 +384,13 @@ def _where(served: Mapping[str, Any], url: str, address: str) -> dict[str, Any]:
 
 def _say(where: Mapping[str, Any], console: Console) -> None:
     token = "of `gym-capture token ROLLOUT_ID`" if where["needs_token"] else "any"
+    secret = " --secret-file FILE" if where["needs_token"] else ""
     lines = {
         "OpenAI": f"base URL {where['openai']}",
         "Anthropic": f"base URL {where['anthropic']}",
         "model": where["model"],
         "API key": token,
-        "look": f"{where['url']}/inspect/ in a browser, `gym-capture inspect ROLLOUT_ID {where['url']}` here",
+        "look": f"{where['url']}/inspect/ in a browser, `gym-capture inspect ROLLOUT_ID {where['url']}{secret}` here",
         "what it does": f"{where['url']}/stats",
         "records": where["records"],
         "Ray": f"{where['ray_address']}: `rollouts run` and `build-job` find it on this machine",

@@ -27,6 +27,7 @@ def private_environment() -> dict[str, str]:
     ports = private_cluster_env(
         metrics_port=free_port(), stats_port=free_port(), fallback_port=free_port(), replica_ports=(first, first + 50)
     )
+    del ports["RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S"]  # which the command has to set
     return {**os.environ, **ports, "RAY_AUTH_MODE": "token"}
 
 
@@ -75,7 +76,7 @@ def test_it_serves_and_ends_with_all_that_it_started(tmp_path: Path, number: sig
     process.send_signal(number)
     assert process.wait(timeout=180) == code, said()
     assert [child for child in below if child.is_running()] == []
-    assert "Traceback" not in said()
+    assert not {"Traceback", "WARNING"} & set(said().split())
     listed = run("records", "list", str(tmp_path / "records"))
     assert listed.stdout.splitlines()[1].startswith("job-") or "one\t1\t4" in listed.stdout
 
