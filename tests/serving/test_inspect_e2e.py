@@ -13,11 +13,12 @@ from tests.serving.graph import Graph
 
 
 async def test_a_served_graph_is_looked_into(graph: Graph) -> None:
-    client = graph.client("looked-into")
     said: list[Any] = [{"role": "user", "content": "hi"}]
-    first = await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
-    said += [{"role": "assistant", "content": first.choices[0].message.content}, {"role": "user", "content": "more"}]
-    await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
+    async with graph.client("looked-into") as client:
+        first = await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
+        reply = first.choices[0].message.content
+        said += [{"role": "assistant", "content": reply}, {"role": "user", "content": "more"}]
+        await client.chat.completions.create(model="policy", messages=said, max_tokens=8)
     snapshot = await graph.snapshot("looked-into")
 
     def look() -> None:
