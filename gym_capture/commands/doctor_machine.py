@@ -231,7 +231,7 @@ def _taken(port: int, why: str | None) -> Finding:
     except (httpx.HTTPError, ValueError, TypeError):
         is_graph = False
     if is_graph:
-        return Finding(f"port {port}", "ok", "a graph serves here")
+        return Finding(f"port {port}", "note", "a graph serves here", "to serve another one beside it: `--port`")
     return Finding(f"port {port}", "mend", f"taken, and not by a graph ({why})", "end what listens, or take another")
 
 

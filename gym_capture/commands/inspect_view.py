@@ -115,7 +115,7 @@ def _call(call: Mapping[str, Any]) -> Text:
     line.append(f"  {_count(call['prompt_tokens'])} ({call['supplied_tokens']:,} supplied)", "dim")
     line.append(f" + {_count(call['generated_tokens'])}", "dim")
     ended = [str(call[name]) for name in ("finish",) if call[name]]
-    ended += [f"weights {call['weight_version']}"] if call["weight_version"] else []
+    ended += [f"weights {', '.join(call['weight_versions'])}"] if call["weight_versions"] else []
     ended += [f"{call['seconds']:.1f} s"] if call["seconds"] else []
     line.append(f"  {', '.join(map(visible, ended))}", "dim")
     if reason is not None:

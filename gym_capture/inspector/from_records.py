@@ -179,7 +179,6 @@ def _call(
     entry = forest.entries[position]
     parent = forest.parents[position]
     began = begun.get(entry.model_call_id)
-    spans = entry.policy.weight_versions
     return SeenCall(
         call_id=entry.model_call_id,
         number=number,
@@ -192,7 +191,7 @@ def _call(
         supplied_tokens=forest.starts[position] if entry.prefix.supplied else 0,
         generated_tokens=int(entry.generation_token_ids.size),
         finish=entry.reply.finish_reason,
-        weight_version=spans[-1].version if spans else None,
+        weight_versions=tuple(span.version for span in entry.policy.weight_versions),
         excluded=excluded.get(entry.model_call_id),
         dialect=next((name for prefix, name in _DIALECTS.items() if entry.model_call_id.startswith(prefix)), None),
         output_items=entry.reply.output_items,
@@ -252,7 +251,7 @@ def _bare(
         supplied_tokens=0,
         generated_tokens=generated,
         finish=None,
-        weight_version=None,
+        weight_versions=(),
         excluded=reason,
         dialect=None,
     )

@@ -140,7 +140,7 @@ def _calls(rows: Sequence[Row], trajectories: Sequence[SeenTrajectory]) -> tuple
                     seconds=None,
                     **_sizes(trajectory, call_id, parent),
                     finish=row["finish_reason"] if is_last else None,
-                    weight_version=_version(trajectory, call_id),
+                    weight_versions=_versions(trajectory, call_id),
                     excluded=None,
                     dialect=None,
                     output_items=() if text is None else tuple(orjson.loads(text)),
@@ -170,12 +170,10 @@ def _sizes(trajectory: SeenTrajectory, call_id: str, parent: str | None) -> dict
     }
 
 
-def _version(trajectory: SeenTrajectory, call_id: str) -> str | None:
-    known = trajectory.generated.get(call_id)
-    if known is None or known[0] == known[1]:
-        return None
-    index = int(trajectory.versions[known[1] - 1])
-    return None if index == NOTHING else trajectory.version_names[index]
+def _versions(trajectory: SeenTrajectory, call_id: str) -> tuple[str, ...]:
+    begin, end = trajectory.generated.get(call_id, (0, 0))
+    found = dict.fromkeys(trajectory.versions[begin:end].tolist())
+    return tuple(trajectory.version_names[index] for index in found if index != NOTHING)
 
 
 def _sampling(row: Row) -> dict[str, Mapping[str, Any]]:

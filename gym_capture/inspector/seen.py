@@ -127,7 +127,8 @@ class SeenCall:
     """The ids of its prompt that are its parent's."""
     generated_tokens: int | None
     finish: str | None
-    weight_version: str | None
+    weight_versions: tuple[str, ...]
+    """Those that sampled it, in order: more than one where an update came meanwhile."""
     excluded: str | None
     """Why what it generated is not trained, by the name of a reason; None: it is, or its rollout is masked."""
     dialect: str | None

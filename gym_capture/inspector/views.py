@@ -96,7 +96,7 @@ def call_row(call: SeenCall) -> dict[str, Any]:
         "supplied_tokens": call.supplied_tokens,
         "generated_tokens": call.generated_tokens,
         "finish": call.finish,
-        "weight_version": call.weight_version,
+        "weight_versions": call.weight_versions,
         "excluded": call.excluded,
         "excluded_words": words_of(call.excluded),
         "preview": preview(call),

@@ -86,7 +86,7 @@ export interface Call {
   supplied_tokens: number | null;
   generated_tokens: number | null;
   finish: string | null;
-  weight_version: string | number | null;
+  weight_versions: string[];
   excluded?: string | null;
   excluded_words?: string | null;
   preview: string | null;

@@ -6,7 +6,9 @@ import json
 import os
 import shutil
 import socket
+import threading
 from collections.abc import Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,20 @@ def test_a_port_that_something_else_has() -> None:
         bound.bind(("127.0.0.1", 0))
         port = bound.getsockname()[1]
         assert states(machine.listening(port)) == {f"port {port}": "mend"}
+
+
+def test_a_port_that_a_graph_has() -> None:
+    class Stats(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"capture": {}}')
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Stats) as graph:
+        threading.Thread(target=graph.serve_forever, daemon=True).start()
+        (found,) = machine.listening(graph.server_port)
+        graph.shutdown()
+    assert (found.state, found.found) == ("note", "a graph serves here")
 
 
 def test_records_in_memory_or_open_to_others(tmp_path: Path) -> None:

@@ -283,7 +283,7 @@ class Fake:
             "supplied_tokens": 100 + 60 * number if kind == "exact" else 0,
             "generated_tokens": 40,
             "finish": "aborted" if role == "aborted" else "tool_calls",
-            "weight_version": "12",
+            "weight_versions": ["12"],
             "excluded": None,
             "excluded_words": None,
             "preview": HOSTILE if tree and number == 1 else f"I read step {number} of the file and run its test.",

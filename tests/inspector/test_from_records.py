@@ -203,7 +203,9 @@ def test_a_call_that_was_recorded_with_two_contents_is_named() -> None:
 
 def test_weight_versions_are_by_token() -> None:
     spans = (WeightSpan(0, 1, "7"), WeightSpan(1, 2, "8"))
-    (shown,) = seen(call("c1", [1], [3, 9], parent=Root(), weight_versions=spans)).trajectories
+    rollout = seen(call("c1", [1], [3, 9], parent=Root(), weight_versions=spans))
+    assert [call.weight_versions for call in rollout.calls] == [("7", "8")]
+    (shown,) = rollout.trajectories
     assert [None if n < 0 else shown.version_names[n] for n in shown.versions] == [None, "7", "8"]
 
 

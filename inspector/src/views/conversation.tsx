@@ -51,7 +51,7 @@ export function Conversation({ rollout, call, trajectories, notes, addNote }: Pr
         <Fact name="supplied">{count(call.supplied_tokens)}</Fact>
         <Fact name="generated">{count(call.generated_tokens)}</Fact>
         <Fact name="finish">{call.finish}</Fact>
-        <Fact name="weights">{call.weight_version}</Fact>
+        <Fact name="weights">{call.weight_versions.join(", ")}</Fact>
         <Fact name="took">{seconds(call.seconds)}</Fact>
         <Fact name="began">{time(call.started_at)}</Fact>
         <Fact name="dialect">{call.dialect}</Fact>
