@@ -59,6 +59,9 @@ class LoopOptions:
     """A step takes whole groups until it has at least this many."""
     steps: int | None = None
     """Of the whole run, those before it was resumed included; None: until the stream ends."""
+    warmup_steps: int = 0
+    """The first steps of the run, over which the learning rate rises in a line to its full value: of the size of a
+    gradient AdamW knows nothing at first, and would move each weight by the whole rate."""
     checkpoint_every: int = 10
     """Steps; there is one at the end, too."""
     keep: int = 2
@@ -207,6 +210,7 @@ class Trainer:
         counted: Callable[[], dict[str, Any]],
     ) -> None:
         rollouts = list(itertools.chain.from_iterable(some))
+        lr = self._set_lr()
         metrics = self.grpo.step(rollouts, on_progress=hooks.on_progress, give_up=lambda: self._stopping)
         self.progress = replace(
             self.progress,
@@ -214,7 +218,7 @@ class Trainer:
             groups_trained=self.progress.groups_trained + len(some),
             position=settle(some),
         )
-        more: dict[str, Any] = {"waited_s": hooks.waited_s} | counted()
+        more: dict[str, Any] = {"lr": lr, "waited_s": hooks.waited_s} | counted()
         try:
             if self._pushes is not None:
                 more |= lags(some, self._pushes.version)
@@ -230,6 +234,14 @@ class Trainer:
             finally:
                 self._keep_state_of_pushes()
         hooks.on_step(self.progress, metrics)
+
+    def _set_lr(self) -> float:
+        """The learning rate of the next step: it depends on the step alone, so a run that is resumed has the same."""
+        warmup = max(self._options.warmup_steps, 1)
+        lr = self.grpo.options.lr * min(1.0, (self.progress.step + 1) / warmup)
+        for group in self.grpo.optimizer.param_groups:
+            group["lr"] = lr
+        return lr
 
     def _keep_state_of_pushes(self) -> None:
         if self._pushes is not None:

@@ -124,6 +124,9 @@ def command(
     checkpoint_every: Annotated[int, typer.Option(min=1, help="Steps; there is a checkpoint at the end, too.")] = 10,
     keep: Annotated[int, typer.Option(min=1, help="Checkpoints that are kept.")] = 2,
     lr: options.Lr = 1e-6,
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="First steps of the run, over which the learning rate rises to --lr.")
+    ] = 0,
     weight_decay: Annotated[float, typer.Option(min=0.0)] = 0.0,
     temperature: options.Temperature = 1.0,
     updates: options.Updates = 1,
@@ -255,7 +258,11 @@ def command(
         with explained(f"cannot load the model of {model}"):
             grpo = GrpoTrainer.load(model, grpo_options, device=device, attention=attention, reference=reference)
         loop = LoopOptions(
-            rollouts_per_step=rollouts_per_step, steps=steps, checkpoint_every=checkpoint_every, keep=keep
+            rollouts_per_step=rollouts_per_step,
+            steps=steps,
+            warmup_steps=warmup_steps,
+            checkpoint_every=checkpoint_every,
+            keep=keep,
         )
         pushes = None
         if push is not None:

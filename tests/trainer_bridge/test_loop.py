@@ -258,6 +258,15 @@ def test_options_of_today_hold_when_a_run_goes_on(tmp_path: Path) -> None:
     assert [(group["lr"], group["weight_decay"]) for group in again.grpo.optimizer.param_groups] == [(1e-3, 0.5)]
 
 
+def test_the_learning_rate_warms_up_over_a_run_that_is_resumed(tmp_path: Path) -> None:
+    trainer(tmp_path, warmup_steps=4, steps=2).run(GROUPS)
+    again = trainer(tmp_path, warmup_steps=4)
+    assert again.resume()
+    again.run(itertools.islice(GROUPS, again.progress.groups_trained, None))
+    assert [line["lr"] for line in lines(tmp_path)] == [0.0025, 0.005, 0.0075, 0.01, 0.01, 0.01]
+    assert {group["lr"] for group in again.grpo.optimizer.param_groups} == {0.01}
+
+
 def test_a_step_takes_whole_groups_and_no_more_than_it_trains_on(tmp_path: Path) -> None:
     stream = iter(GROUPS)
     made = trainer(tmp_path, rollouts_per_step=3, steps=2)
