@@ -140,13 +140,16 @@ def test_a_graph_that_serves_other_weights_gets_those_of_a_new_run(tmp_path: Pat
 def test_a_graph_that_is_gone_is_an_error_behind_a_checkpoint(tmp_path: Path) -> None:
     graph = Graph(tmp_path, patience_s=0.0)
 
-    def go(progress: Any, metrics: StepMetrics) -> None:
-        graph.is_gone = progress.step == 2
+    class Going(WeightPushes):
+        def push(self, step: int, weights: Weights) -> None:
+            graph.is_gone = step == 2
+            super().push(step, weights)
 
-    made = pushing(tmp_path, graph, checkpoint_every=100)
+    made = trainer(tmp_path / "run", checkpoint_every=100)
+    made._pushes = Going(graph, tmp_path / "weights")
     made.run(GROUPS[:1])
     with pytest.raises(WeightsFailedError, match="does not answer"):
-        made.run(GROUPS[1:], on_step=go)
+        made.run(GROUPS[1:])
     assert [line["step"] for line in lines(tmp_path / "run")] == [1, 2, 3]
     graph.is_gone = False
     again = pushing(tmp_path, graph)
