@@ -25,8 +25,9 @@ from gym_capture.errors import ConfigError
 CONFIG: Final = OF_DEMO.with_name("cpu_learning.yaml")
 JOB: Final = CONFIG.with_name("learning.yaml")
 _TRAINING: Final = (
-    *("--rollouts-per-step", "32", "--ahead", "2", "--lr", "1.5e-4", "--aggregation", "dapo"),
-    *("--layout", "tree", "--tokens-per-micro-batch", "1536", "--checkpoint-every", "1000", "--retire"),
+    *("--rollouts-per-step", "32", "--ahead", "2", "--lr", "1.5e-4", "--warmup-steps", "5"),
+    *("--aggregation", "dapo", "--layout", "tree", "--tokens-per-micro-batch", "1536"),
+    *("--checkpoint-every", "1000", "--retire"),
 )
 
 

@@ -254,7 +254,6 @@ def _serve(served: dict[str, Any], ray_address: str | None, timeout_s: float, *,
                     is_shared=True,
                 )
                 running = stack.enter_context(graph)
-                phase.note("healthy")
             where = _where(served, running.url, address)
             if as_json:
                 typer.echo(json.dumps(where | {"log": str(running.child.log)}))

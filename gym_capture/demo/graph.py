@@ -164,6 +164,7 @@ def serving(
     url = local_url(config)
     try:
         _wait_ready(child, url, on_wait, timeout_s, on_failure)
+        on_wait("healthy")
         yield Served(url, child)
     finally:
         own = {str(each.get("name", _APPLICATION)) for each in config["applications"]}
