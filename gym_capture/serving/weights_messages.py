@@ -32,6 +32,10 @@ class Version:
     def can_be_loaded(self) -> bool:
         return self.folder is not None or self.number == 0
 
+    def is_same(self, other: Version) -> bool:
+        """The same weights under the same number, wherever they are."""
+        return (self.number, self.model, self.digest) == (other.number, other.model, other.digest)
+
 
 class Seat(NamedTuple):
     """A replica, as it joins."""

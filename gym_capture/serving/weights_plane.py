@@ -103,7 +103,7 @@ class WeightPlane:
             if self._update is not None and self._update.has_transfer:
                 return Later()
             current = await self._current_for(seat)
-            has_it = seat.is_sound and seat.version == current
+            has_it = seat.is_sound and seat.version.is_same(current)
             if not has_it and current.can_be_loaded and seat.cannot_load != current.digest:
                 return Load(current)
             if not has_it:
@@ -175,7 +175,9 @@ class WeightPlane:
     async def init(self, info: Mapping[str, Any]) -> None:
         """Makes a transfer group of the trainer and all replicas, which get their ranks one after another."""
         async with self._operation():
-            rank = int(info.get("rank_offset", 1))
+            rank = info.get("rank_offset", 1)
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise WeightsRefusedError(f"init_info: rank_offset must be a whole number: got {str(rank)[:50]!r}")
             work = []
             for member in self._members:
                 own = {**info, "rank_offset": rank} if "rank_offset" in info else info
@@ -190,13 +192,14 @@ class WeightPlane:
             self._group = ()
             demand(await self._all(Transfer("shutdown", {})), "could not leave the transfer group")
 
-    async def start(self) -> None:
+    async def start(self, owner: str | None = None) -> None:
+        """`owner`: a name by which whoever begins the update may give it up, and no other."""
         if self._update is not None:
             raise WeightsBusyError("another weight update is under way: finish it, or abort it, before the next one")
         async with self._operation():
             if self._update is not None:
                 raise WeightsBusyError("another weight update is under way: wait until it is over")
-            self._update = Update()
+            self._update = Update(owner=owner)
             self._is_record_lost = False  # what a replica has from now on may be half of an update
 
     async def update(self, info: Mapping[str, Any] | list[Any]) -> Payload | None:
@@ -232,10 +235,13 @@ class WeightPlane:
             self._over(Outcome.APPLIED)
             return done
 
-    async def abort(self, outcome: Outcome = Outcome.ABORTED) -> bool:
-        """Gives up the update under way, and goes on with what is current. False if there was none."""
+    async def abort(self, outcome: Outcome = Outcome.ABORTED, *, owner: str | None = None) -> bool:
+        """Gives up the update under way, and goes on with what is current. False if there was none, or not of `owner`,
+        if one is named."""
         async with self._operation():
             update = self._update
+            if update is not None and owner not in (None, update.owner):
+                return False
             self._over(outcome)
             if update is not None and update.has_transfer:
                 await self._drop_transfer("the update was aborted", list(self._members))
@@ -364,7 +370,9 @@ class WeightPlane:
         if set(self._members.names) - update.checked:  # some have come since
             await self._checked(update, payload.folder)
         new = Version(number=payload.version, model=before.model, folder=payload.folder, digest=payload.digest)
-        if new.digest == before.digest and new.number == before.number and self._broken is None:
+        if new.is_same(before) and self._broken is None and all(member.is_current for member in self._members):
+            if new != before:  # they are elsewhere now, and where they were they may not be any more
+                await self._keep(new)
             return self._outcome(new, paused_s=0.0)
         began = time.monotonic()
         await self._settle(await self._all(Apply(new)), new)
@@ -430,6 +438,9 @@ class WeightPlane:
             if update.payload is not None:
                 raise WeightsBusyError("this update has a folder already: a transfer takes an update of its own")
             try:
+                ranks = sum(member.seat.world_size for member in members)
+                if isinstance(info, list) and len(info) != ranks:
+                    raise WeightsRefusedError(f"update_info has {len(info)} entries, but there are {ranks} ranks")
                 demand(await self._all(Transfer("check", info)), "refuses the transfer")
                 if self._members.names != self._group:
                     raise WeightsBusyError(
@@ -487,3 +498,6 @@ def _only_known(info: Mapping[str, Any]) -> None:
     unknown = info.keys() - {"folder", "force", "allow_non_finite"}
     if unknown:
         raise WeightsRefusedError(f"update_info: there is no {sorted(unknown)[0]!r} beside `folder`")
+    for name in ("force", "allow_non_finite"):
+        if not isinstance(info.get(name, False), bool):
+            raise WeightsRefusedError(f"update_info: {name} must be true or false: got {str(info[name])[:50]!r}")

@@ -23,6 +23,8 @@ class Outcome(StrEnum):
 class Update:
     """An update under way."""
 
+    owner: str | None = None
+    """Who has begun it, if that was said."""
     payload: Payload | None = None
     """A folder that every replica has checked."""
     checked: set[str] = field(default_factory=set)

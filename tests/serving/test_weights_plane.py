@@ -20,7 +20,7 @@ from gym_capture.errors import (
 )
 from gym_capture.serving import weights_agent, weights_record
 from gym_capture.serving.weights_messages import Apply, Numbered, Resume, Version
-from gym_capture.weights import Payload, seal
+from gym_capture.weights import Payload, payload_at, seal
 from tests.serving.weight_replicas import MODEL, Cluster, cluster_of, eventually
 
 
@@ -369,6 +369,57 @@ async def test_weights_that_are_gone_are_waited_for(tmp_path: Path) -> None:
         await cluster.settled("2")
 
 
+async def test_weights_that_have_moved_are_served_from_where_they_are_now(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a") as cluster:
+        one = folder(tmp_path, 1)
+        await cluster.push(one)
+        elsewhere = payload_at(str(Path(one.folder).rename(tmp_path / "elsewhere")))
+        late = cluster.add("late")
+        starting = asyncio.ensure_future(late.agent.start())
+        await cluster.until_waiting("late")
+        await cluster.push(elsewhere)
+        async with asyncio.timeout(10):
+            await starting
+        await cluster.settled("1")
+        again = payload_at(str(Path(elsewhere.folder).rename(tmp_path / "again")))
+        assert (await cluster.push(again))["paused_s"] == 0
+        assert cluster.record.read() == Version(number=1, model=MODEL, folder=again.folder, digest=one.digest)
+        steps = list(late.weights.steps)
+        cluster.kill_coordinator()
+        cluster.start_coordinator()
+        await eventually(lambda: _are_serving(cluster, 2))
+        assert late.weights.steps == steps  # it has them: where they are is all the same to it
+
+
+async def _are_serving(cluster: Cluster, replicas: int) -> bool:
+    return len((await cluster.serving.info())["replicas"]) == replicas  # type: ignore[arg-type]
+
+
+async def test_an_owner_gives_up_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.serving.start("one")
+        assert not await cluster.serving.abort(owner="other")
+        assert (await cluster.serving.info())["is_updating"]
+        assert await cluster.serving.abort(owner="one")
+        assert not (await cluster.serving.info())["is_updating"]
+        await cluster.serving.start("one")
+        assert await cluster.serving.abort()
+        assert cluster.over == ["aborted", "aborted"]
+
+
+async def test_a_transfer_has_an_entry_for_each_rank(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a", "b") as cluster:
+        await cluster.serving.init({})
+        for entries in ([], [{}], [{}, {}, {}]):
+            await cluster.serving.start()
+            with pytest.raises(WeightsRefusedError, match=rf"has {len(entries)} entries, but there are 2 ranks"):
+                await cluster.serving.update(entries)
+        await cluster.serving.start()
+        await cluster.serving.update([{"names": ["x"]}, {"names": ["y"]}])
+        await cluster.serving.finish(1)
+        await cluster.settled("1")
+
+
 async def test_another_model_begins_at_its_own_weights(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, "old") as cluster:
         await cluster.push(folder(tmp_path, 1))
@@ -489,7 +540,7 @@ async def test_what_became_of_an_update_is_told_once(tmp_path: Path) -> None:
         assert cluster.over.pop() == "refused"
         await plane.start()
         with pytest.raises(WeightsBusyError, match="other replicas serve than those of the transfer group"):
-            await plane.update([])
+            await plane.update([{}])
         assert not await plane.abort()
         assert cluster.over.pop() == "refused"
         cluster.replicas["a"].fails["apply 3"] = WeightsFailedError("no memory")
