@@ -184,6 +184,11 @@ def seal(folder: Path, *, version: int) -> Payload:
     return Payload(folder=str(folder), version=version, files=files)
 
 
+def is_sealed(folder: Path) -> bool:
+    """Whether there is a manifest, understood or not: what somebody has sealed is not sealed anew."""
+    return (folder / MANIFEST).exists()
+
+
 def payload_at(folder: str) -> Payload:
     """What the manifest of `folder` says. Raises `WeightsRefusedError` if there is none, or none that is understood."""
     path = Path(folder)

@@ -154,7 +154,10 @@ async def _finish(asked: _Asked) -> Mapping[str, Any]:
     if isinstance(version, str) and version.isascii() and version.isdecimal() and len(version) <= _LONGEST_NUMBER:
         version = int(version)
     if version is not None:
-        check_version(version)
+        try:
+            check_version(version)
+        except WeightsRefusedError as error:
+            raise InvalidRequestError(f"weight_version: {error.message}", param="weight_version") from None
     return {"message": "Weight update finished", **await asked.operate("finish", version=version)}
 
 
