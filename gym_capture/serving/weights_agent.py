@@ -1,8 +1,8 @@
 """A replica's side of the weight plane: it has the current version before it serves, and obeys the coordinator.
 
 Invariant: `start` returns once the replica serves the version that is current. From then on the engine changes its
-weights only by an order, and samples only with weights that are whole. A replica that is dismissed fails its health
-check, so that Serve replaces it.
+weights only by an order, and samples only with weights that are whole. A replica that is dismissed, or hangs in an
+order, fails its health check, so that Serve replaces it.
 
 Flow: `start` joins -> loads what it is told to, and joins again -> welcome -> orders are fetched and obeyed, one at a
 time, until `stop`. When the coordinator starts anew, the replica says what it has, and is told what to do about it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Final, Protocol
 
 from gym_capture.engines.weights import WeightControl
@@ -62,12 +63,23 @@ class WeightAgent:
     """The weights of one replica."""
 
     def __init__(
-        self, coordinator: Coordinator, weights: WeightControl, *, replica: str, model: str, node: str
+        self,
+        coordinator: Coordinator,
+        weights: WeightControl,
+        *,
+        replica: str,
+        model: str,
+        node: str,
+        step_timeout_s: float,
     ) -> None:
+        """`step_timeout_s`: after which the coordinator gives up a replica that obeys."""
         self._coordinator = coordinator
         self._weights = weights
         self._replica = replica
         self._node = node
+        self._step_timeout_s = step_timeout_s
+        self._obeying: tuple[Order, float] | None = None
+        """What it is doing, since when."""
         self._version = Version(number=0, model=model)
         self._is_sound = True
         self._is_paused = False
@@ -93,6 +105,10 @@ class WeightAgent:
             error = following.exception()
             if error is not None:  # whatever it was, the weights would stay as they are from now on
                 self._dismissed = f"this replica cannot follow the coordinator of the weights: {described(error)}"
+        if self._obeying is not None:
+            order, since = self._obeying
+            if time.monotonic() - since > self._step_timeout_s:  # it is no member any more, and others have gone on
+                self._dismissed = f"this replica hangs: {type(order).__name__} for {self._step_timeout_s:g} s"
         if self._dismissed is not None:
             raise EngineDeadError(self._dismissed)
 
@@ -166,6 +182,7 @@ class WeightAgent:
                     report = await self._obeyed(number, order)
 
     async def _obeyed(self, number: int, order: Order) -> Report:
+        self._obeying = order, time.monotonic()
         try:
             return Report(number, await self._obey(order))
         except GymCaptureError as error:
@@ -173,6 +190,8 @@ class WeightAgent:
         except Exception as error:  # the boundary: whatever fails here, the coordinator is told
             logger.error("%s failed", type(order).__name__, exc_info=error)
             return Report(number, error=WeightsFailedError(described(error)))
+        finally:
+            self._obeying = None
 
     async def _obey(self, order: Order) -> object:
         match order:

@@ -21,7 +21,7 @@ from gym_capture.errors import (
 from gym_capture.serving import weights_agent, weights_record
 from gym_capture.serving.weights_messages import Apply, Numbered, Resume, Version
 from gym_capture.weights import Payload, payload_at, seal
-from tests.serving.weight_replicas import MODEL, Cluster, cluster_of, eventually
+from tests.serving.weight_replicas import MODEL, Cluster, Replica, cluster_of, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -349,8 +349,28 @@ async def test_a_replica_that_hangs_fails_the_update_and_comes_back(tmp_path: Pa
         with pytest.raises(WeightsFailedError, match=r"replica b .*has not answered"):
             await cluster.push(folder(tmp_path, 1))
         assert not cluster.replicas["a"].weights.is_paused
+        await eventually(lambda: _is_unwell(cluster.replicas["b"], "this replica hangs: Apply for 0.2 s"))
         cluster.replicas["b"].gates.pop("apply 1").set()
         await cluster.settled("0")
+
+
+async def test_a_replica_that_hangs_in_a_check_does_not_serve_the_old_version_for_ever(tmp_path: Path) -> None:
+    """Nothing has paused it, and the others go on without it."""
+    async with cluster_of(tmp_path, "a", "b", trainer_timeout_s=600.0, step_timeout_s=0.2) as cluster:
+        cluster.replicas["b"].hold("check")
+        with pytest.raises(WeightsFailedError, match=r"replica b .*has not answered"):
+            await cluster.push(folder(tmp_path, 1))
+        assert (await cluster.push(folder(tmp_path, 2)))["replicas"] == 1
+        await eventually(lambda: _is_unwell(cluster.replicas["b"], "this replica hangs: Check for 0.2 s"))
+        cluster.replicas["a"].agent.check_health()
+
+
+async def _is_unwell(replica: Replica, why: str) -> bool:
+    try:
+        replica.agent.check_health()
+    except EngineDeadError as error:
+        return error.message == why
+    return False
 
 
 async def test_weights_that_are_gone_are_waited_for(tmp_path: Path) -> None:
