@@ -52,7 +52,7 @@ from gym_capture.serving.weights_messages import (
     Welcome,
 )
 from gym_capture.serving.weights_record import Copies, WeightsRecord
-from gym_capture.serving.weights_update import Outcome, Update, outcome_of
+from gym_capture.serving.weights_update import Outcome, Update, check_folder_info, outcome_of
 from gym_capture.weights import PauseMode, Payload
 
 logger = logging.getLogger(__name__)
@@ -101,7 +101,9 @@ class WeightPlane:
         """A replica that would like to serve. Waits while others change their weights."""
         async with self._one_at_a_time:
             if self._update is not None and self._update.has_transfer:
-                return Later()
+                if self._members:
+                    return Later()
+                self._over(Outcome.FAILED)  # nobody is left who has a part of it
             current = await self._current_for(seat)
             has_it = seat.is_sound and seat.version.is_same(current)
             if not has_it and current.can_be_loaded and seat.cannot_load != current.digest:
@@ -209,7 +211,7 @@ class WeightPlane:
             if isinstance(info, list) or "folder" not in info:
                 await self._receive(update, info)
                 return None
-            _only_known(info)
+            check_folder_info(info)
             update.may_go_back = info.get("force") is True
             update.allow_non_finite = info.get("allow_non_finite") is True
             update.payload = None  # of a folder before this one nothing counts
@@ -492,12 +494,3 @@ class WeightPlane:
     async def _all(self, order: Order, members: Iterable[Member] | None = None) -> list[Answer]:
         asked = self._members if members is None else members
         return await self._members.ask([(member, order) for member in asked], within_s=self._step_timeout_s)
-
-
-def _only_known(info: Mapping[str, Any]) -> None:
-    unknown = info.keys() - {"folder", "force", "allow_non_finite"}
-    if unknown:
-        raise WeightsRefusedError(f"update_info: there is no {sorted(unknown)[0]!r} beside `folder`")
-    for name in ("force", "allow_non_finite"):
-        if not isinstance(info.get(name, False), bool):
-            raise WeightsRefusedError(f"update_info: {name} must be true or false: got {str(info[name])[:50]!r}")

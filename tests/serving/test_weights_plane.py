@@ -507,6 +507,21 @@ async def test_after_transfers_there_may_be_nothing_to_go_back_to(tmp_path: Path
         await cluster.settled("6")
 
 
+async def test_a_transfer_that_nobody_is_left_of_is_in_no_replicas_way(tmp_path: Path) -> None:
+    """Its only replica dies between two messages, when nobody waits for an answer of it."""
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.push(folder(tmp_path, 1))
+        await cluster.serving.init({})
+        await cluster.serving.start()
+        await cluster.serving.update({"names": []})
+        await cluster.kill("a")
+        async with asyncio.timeout(10):
+            await cluster.start("b")
+        await cluster.settled("1")
+        assert cluster.over == ["applied", "failed"]
+        await cluster.push(folder(tmp_path, 2))
+
+
 async def test_nobody_makes_an_engine_sample_from_weights_that_are_not_whole(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, "a") as cluster:
         replica = cluster.replicas["a"]
@@ -548,6 +563,8 @@ async def test_what_became_of_an_update_is_told_once(tmp_path: Path) -> None:
                 await plane.start()
         with pytest.raises(WeightsRefusedError, match="there is no 'misspelt'"):
             await plane.update({"folder": "x", "misspelt": 1})
+        with pytest.raises(WeightsRefusedError, match="force must be true or false: got 'yes'"):
+            await plane.update({"folder": "x", "force": "yes"})
         assert cluster.over == []
         assert await plane.abort()
         assert cluster.over.pop() == "aborted"
