@@ -1,8 +1,8 @@
 """A replica's side of the weight plane: it has the current version before it serves, and obeys the coordinator.
 
-Invariant: `start` returns once the replica serves the version that is current. From then on the engine changes its
-weights only by an order, and samples only with weights that are whole. A replica that is dismissed, or hangs in an
-order, fails its health check, so that Serve replaces it.
+Invariant: `start` returns once the replica serves the version that is current, or is paused for want of it. From then
+on the engine changes its weights only by an order, and samples only with weights that are whole. A replica that is
+dismissed, or hangs in an order, fails its health check, so that Serve replaces it.
 
 Flow: `start` joins -> loads what it is told to, and joins again -> welcome -> orders are fetched and obeyed, one at a
 time, until `stop`. When the coordinator starts anew, the replica says what it has, and is told what to do about it.
@@ -85,15 +85,17 @@ class WeightAgent:
         self._is_paused = False
         self._cannot_load: str | None = None
         self._serves = asyncio.Event()
+        self._has_started = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._dismissed: str | None = None
 
     async def start(self) -> None:
-        """Returns once the replica serves the current version. Raises what the engine does."""
+        """Returns once the replica serves the current version - or, paused, if nobody can have that one: its routes
+        must be there for the next. Raises what the engine does."""
         await self._weights.label(str(self._version.number))
         await self._join()
         self._following = asyncio.create_task(self._follow())
-        waits = asyncio.ensure_future(self._serves.wait())
+        waits = asyncio.ensure_future(self._has_started.wait())
         await asyncio.wait({waits, self._following}, return_when=asyncio.FIRST_COMPLETED)
         waits.cancel()
         self.check_health()
@@ -135,7 +137,7 @@ class WeightAgent:
                     except (WeightsRefusedError, WeightsFailedError) as error:
                         logger.error("weights %d cannot be loaded: %s", version.number, error)
                         self._cannot_load = version.digest
-                case Welcome(is_paused, is_current):
+                case Welcome(is_paused, is_current, must_answer):
                     if is_paused:
                         await self._weights.pause("keep", clear_cache=False)
                         self._is_paused = True
@@ -143,6 +145,8 @@ class WeightAgent:
                         await self._resume()
                     if is_current:
                         self._serves.set()
+                    if is_current or must_answer:
+                        self._has_started.set()
                     return
 
     def _seat(self) -> Seat:
@@ -239,3 +243,4 @@ class WeightAgent:
         await self._weights.resume()
         self._is_paused = False
         self._serves.set()
+        self._has_started.set()

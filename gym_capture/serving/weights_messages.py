@@ -68,6 +68,8 @@ class Welcome(NamedTuple):
 
     is_paused: bool
     is_current: bool
+    must_answer: bool = False
+    """It has not, and neither has any other: its routes must be there all the same, or nobody could push weights."""
 
 
 class Check(NamedTuple):

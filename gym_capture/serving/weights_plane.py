@@ -114,8 +114,9 @@ class WeightPlane:
                     seat.replica,
                     current.number,
                 )
+            must_answer = not has_it and not any(member.is_current for member in self._members)
             self._members.add(Member(seat, gone, is_current=has_it))
-            return Welcome(is_paused=self._paused_by_trainer or not has_it, is_current=has_it)
+            return Welcome(self._paused_by_trainer or not has_it, has_it, must_answer)
 
     async def _current_for(self, seat: Seat) -> Version:
         """The version that a replica must have to join."""

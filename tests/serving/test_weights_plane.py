@@ -389,6 +389,19 @@ async def test_weights_that_are_gone_are_waited_for(tmp_path: Path) -> None:
         await cluster.settled("2")
 
 
+async def test_where_nobody_can_have_the_weights_the_next_ones_can_be_pushed(tmp_path: Path) -> None:
+    """A replica that has not started has no routes: if none starts, no trainer reaches the graph."""
+    one = folder(tmp_path, 1)
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.push(one)
+    for file in Path(one.folder).iterdir():
+        file.unlink()
+    async with asyncio.timeout(20), cluster_of(tmp_path, "b", "c") as cluster:
+        assert cluster.paused == {"b": True, "c": True}
+        await cluster.push(folder(tmp_path, 2))
+        await cluster.settled("2")
+
+
 async def test_weights_that_have_moved_are_served_from_where_they_are_now(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, "a") as cluster:
         one = folder(tmp_path, 1)
