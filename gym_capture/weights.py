@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
@@ -30,9 +31,13 @@ PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
 """What becomes of calls under way: they end now, they run to their end first, they go on with other weights."""
 PAUSE_MODES: Final[tuple[str, ...]] = get_args(PauseMode)
 
+LARGEST_VERSION: Final = 2**63 - 1
+"""A whole number wherever versions are kept."""
 MANIFEST: Final = "gym_capture_weights.json"
 _FORMAT: Final = 1
 _SUFFIX: Final = ".safetensors"
+_INDEX: Final = "model.safetensors.index.json"
+"""Of a model in several files: which of those in its folder are the model."""
 _LENGTH_BYTES: Final = 8
 _LONGEST_HEADER_BYTES: Final = 100_000_000
 """As safetensors itself allows."""
@@ -45,6 +50,13 @@ _FLOATS: Final[Mapping[str, tuple[str, int]]] = {
     "BF16": ("<u2", 0x7F80),
 }
 """Types that load into each other: unsigned numbers of their size, and the exponent of infinities and NaN."""
+_BYTES: Final[Mapping[str, int]] = {
+    **dict.fromkeys(("F64", "I64", "U64"), 8),
+    **dict.fromkeys(("F32", "I32", "U32"), 4),
+    **dict.fromkeys(("F16", "BF16", "I16", "U16"), 2),
+    **dict.fromkeys(("I8", "U8", "BOOL", "F8_E4M3", "F8_E5M2"), 1),
+}
+"""Of one number, where they are whole."""
 _TIED: Final = "lm_head.weight"
 """Where the output layer is the embedding, checkpoints may have it or not, and engines take it or leave it."""
 _NAMED: Final = 3
@@ -99,15 +111,32 @@ class Payload:
 
 def model_spec(folder: Path) -> ModelSpec:
     """The tensors of a model folder. Raises `ConfigError` if it has no safetensors files."""
-    files = sorted(folder.glob(f"*{_SUFFIX}"))
-    if not files:
-        raise ConfigError(f"model: {folder} has no {_SUFFIX} files, so new weights cannot be compared with them")
+    files = model_files(folder)
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = {name: spec for file in files for name, spec in tensors_in(file).items()}
     except (OSError, ValueError, WeightsRefusedError) as error:
         raise ConfigError(f"model: {folder} cannot be read: {error}") from error
-    return ModelSpec(tensors=tensors, is_tied=bool(config.get("tie_word_embeddings", False)))
+    # A configuration may leave out what is the default of its class, which is not the same for all of them.
+    return ModelSpec(tensors=tensors, is_tied=bool(config.get("tie_word_embeddings", _TIED not in tensors)))
+
+
+def model_files(folder: Path) -> list[Path]:
+    """The files of a model, as vLLM takes them: those of its index, since others may hold the same weights once more.
+
+    Raises `ConfigError` if there are none.
+    """
+    files = sorted(folder.glob(f"*{_SUFFIX}"))
+    if not files:
+        raise ConfigError(f"model: {folder} has no {_SUFFIX} files, so new weights cannot be compared with them")
+    try:
+        index = json.loads((folder / _INDEX).read_bytes())
+        named = set(index["weight_map"].values())
+    except FileNotFoundError:
+        return files
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"model: {folder / _INDEX} cannot be read: {error}") from error
+    return [file for file in files if file.name in named]
 
 
 def tensors_in(file: Path) -> dict[str, TensorSpec]:
@@ -126,6 +155,11 @@ def tensors_in(file: Path) -> dict[str, TensorSpec]:
         raise WeightsRefusedError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsRefusedError(f"{file} is no safetensors file: its header cannot be read") from error
+    for name, spec in tensors.items():
+        if spec.dtype in _BYTES and math.prod(spec.shape) * _BYTES[spec.dtype] != spec.end - spec.start:
+            raise WeightsRefusedError(
+                f"{file} is no safetensors file: {name} has {spec.end - spec.start:,} bytes, which is not its shape"
+            )
     if size != max((spec.end for spec in tensors.values()), default=first):
         raise WeightsRefusedError(f"{file} is cut, or goes on behind its tensors: {size:,} bytes")
     return tensors
@@ -138,6 +172,7 @@ def _spec(entry: Mapping[str, Any], first: int) -> TensorSpec:
 
 def seal(folder: Path, *, version: int) -> Payload:
     """Writes the manifest of a folder that has its files, durably. Raises `WeightsRefusedError`, or `OSError`."""
+    check_version(version)
     names = sorted(file.name for file in folder.glob(f"*{_SUFFIX}"))
     if not names:
         raise WeightsRefusedError(f"{folder} has no {_SUFFIX} files")
@@ -147,6 +182,11 @@ def seal(folder: Path, *, version: int) -> Payload:
     replace_file(folder / MANIFEST, json.dumps(content, indent=1).encode())
     sync_directory(folder.parent)
     return Payload(folder=str(folder), version=version, files=files)
+
+
+def is_sealed(folder: Path) -> bool:
+    """Whether there is a manifest, understood or not: what somebody has sealed is not sealed anew."""
+    return (folder / MANIFEST).exists()
 
 
 def payload_at(folder: str) -> Payload:
@@ -161,7 +201,7 @@ def payload_at(folder: str) -> Payload:
                 f"{path / MANIFEST} has format {content['format']!r}; this version reads {_FORMAT}"
             )
         files = {str(name): FileSum(int(e["size_bytes"]), str(e["sha256"])) for name, e in content["files"].items()}
-        version = int(content["version"])
+        version = content["version"]
     except FileNotFoundError:
         raise WeightsRefusedError(
             f"{path} has no {MANIFEST}: it is not there whole, or not on storage that this replica sees"
@@ -171,9 +211,19 @@ def payload_at(folder: str) -> Payload:
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise WeightsRefusedError(f"{path / MANIFEST} is no manifest of weights") from error
     strange = [name for name in files if name != Path(name).name or not name.endswith(_SUFFIX)]
+    check_version(version)
     if strange or not files:
         raise WeightsRefusedError(f"{path / MANIFEST} names {strange[0] if strange else 'no files'}")
     return Payload(folder=folder, version=version, files=files)
+
+
+def check_version(version: object) -> None:
+    """Raises `WeightsRefusedError` for what is no number that versions are counted with."""
+    if not isinstance(version, int) or isinstance(version, bool) or not 0 <= version <= LARGEST_VERSION:
+        raise WeightsRefusedError(
+            f"a version must be a whole number from 0 to {LARGEST_VERSION}, so that versions have an order: "
+            f"got {str(version)[:50]!r}"
+        )
 
 
 def verify(payload: Payload, model: ModelSpec, *, allow_non_finite: bool = False) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from gym_capture import weights
 from gym_capture.errors import ConfigError, WeightsRefusedError
 from gym_capture.models import tiny_dir
-from gym_capture.weights import MANIFEST, model_spec, payload_at, seal, tensors_in, verify
+from gym_capture.weights import MANIFEST, model_files, model_spec, payload_at, seal, tensors_in, verify
 from tests.weight_folders import moved, tiny_tensors, weights_folder
 
 NORM = "model.norm.weight"
@@ -95,7 +95,9 @@ def test_tensors_that_lie_in_each_other_are_no_checkpoint(tmp_path: Path) -> Non
 
     def overlap(header: dict[str, Any]) -> None:
         first, second = sorted(header, key=lambda name: list(header[name]["data_offsets"]))[:2]
-        header[second]["data_offsets"][0] = header[first]["data_offsets"][0]
+        start, end = header[second]["data_offsets"]
+        moved_by = start - header[first]["data_offsets"][0]
+        header[second]["data_offsets"] = [start - moved_by, end - moved_by]
 
     _describe_anew(file, overlap)
     seal(file.parent, version=2)
@@ -171,6 +173,60 @@ def test_a_tied_output_layer_may_come_along_or_not(tmp_path: Path) -> None:
     whole(weights_folder(tmp_path, 1, tied).folder)
     del tied["lm_head.weight"]
     whole(weights_folder(tmp_path, 2, tied).folder)
+
+
+def test_a_configuration_may_leave_out_that_its_output_layer_is_tied(tmp_path: Path) -> None:
+    """As those of Gemma do, whose class has it as the default."""
+    model = copy_of_tiny(tmp_path)
+    config = json.loads((model / "config.json").read_text())
+    del config["tie_word_embeddings"]
+    (model / "config.json").write_text(json.dumps(config))
+    tied = dict(tiny_tensors())
+    tied["lm_head.weight"] = tied["model.embed_tokens.weight"].clone()
+    verify(weights_folder(tmp_path, 1, tied), model_spec(model))
+
+
+def test_of_a_model_that_is_there_twice_the_files_of_its_index_count(tmp_path: Path) -> None:
+    """As in Mistral's folders, beside `consolidated.safetensors`."""
+    model = copy_of_tiny(tmp_path)
+    file = (model / "model.safetensors").rename(model / "model-00001-of-00001.safetensors")
+    save_file({"norm.weight": tiny_tensors()[NORM]}, model / "consolidated.safetensors")
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: file.name}}))
+    assert model_files(model) == [file]
+    verify(weights_folder(tmp_path, 1), model_spec(model))
+    (model / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"index.json cannot be read"):
+        model_spec(model)
+
+
+def copy_of_tiny(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_dir(), tmp_path / "model"))
+
+
+def test_a_tensor_without_the_bytes_of_its_shape_is_refused(tmp_path: Path) -> None:
+    payload = weights_folder(tmp_path, 1)
+    (path,) = payload.paths
+    content = Path(path).read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    for entry in header.values():
+        if "data_offsets" in entry:
+            entry["data_offsets"] = [0, 0]
+    claims = json.dumps(header).encode()
+    Path(path).write_bytes(len(claims).to_bytes(8, "little") + claims)
+    with pytest.raises(WeightsRefusedError, match="has 0 bytes, which is not its shape"):
+        verify(seal(Path(payload.folder), version=1), model_spec(tiny_dir()))
+
+
+@pytest.mark.parametrize("version", ["1e400", "1.5", "true", '"7"', "-1", "9223372036854775808"])
+def test_a_version_is_a_number_that_others_can_count_with(tmp_path: Path, version: str) -> None:
+    payload = weights_folder(tmp_path, 1)
+    manifest = Path(payload.folder) / MANIFEST
+    manifest.write_text(manifest.read_text().replace('"version": 1,', f'"version": {version},'))
+    with pytest.raises(WeightsRefusedError, match="a version must be a whole number from 0 to"):
+        payload_at(payload.folder)
+    with pytest.raises(WeightsRefusedError, match="a version must be a whole number from 0 to"):
+        seal(Path(payload.folder), version=json.loads(version))
 
 
 def cut(folder: Path) -> None:

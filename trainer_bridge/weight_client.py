@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import TracebackType
@@ -91,23 +92,25 @@ class WeightClient:
         `wait`: they end first, and no other begins. `abort`: they end now, and clients are told to ask again.
         force: also if the version goes back.
         allow_non_finite: also if values are NaN or infinite.
-        takeover: gives up an update that another trainer, or an earlier life of this one, has begun.
+        takeover: gives up an update, or a pause, that another trainer, or an earlier life of this one, has begun.
 
         Raises `WeightsRefusedError` for weights that cannot be served, `WeightsBusyError` if another update runs,
         `WeightsFailedError`, or `AuthenticationError`.
         """
         began = time.monotonic()
-        if takeover:
-            self.abort()
+        owner = uuid.uuid4().hex
         options = {"force": force, "allow_non_finite": allow_non_finite}
         update = {"folder": payload.folder, **{name: True for name, value in options.items() if value}}
         while True:
             try:
-                outcome = self._once(payload, update, mode)
+                if takeover:
+                    self.abort()
+                    takeover = False
+                outcome = self._once(payload, update, mode, owner)
             except WeightsFailedError as error:
                 if not error.retryable:
                     raise
-                if self._serves(payload):
+                if self._serves(payload, owner):
                     outcome = {}
                     if mode != "keep":  # it may be the answer to this that was lost, or the question
                         self._asked("POST", "/resume")
@@ -133,12 +136,17 @@ class WeightClient:
         return found
 
     def abort(self) -> bool:
-        """Gives up the update under way. False if there was none."""
-        return bool(self._asked("POST", "/abort_weight_update")["was_under_way"])
+        """Gives up the update under way, and a pause: the graph goes on. False if there was neither."""
+        was_there = bool(self._asked("POST", "/abort_weight_update")["was_under_way"])
+        info = self.info()
+        if info["is_paused"] and info["problem"] is None:
+            self._asked("POST", "/resume")
+            return True
+        return was_there
 
-    def _once(self, payload: Payload, update: Mapping[str, Any], mode: PauseMode) -> Mapping[str, Any]:
-        self._asked("POST", "/start_weight_update")
+    def _once(self, payload: Payload, update: Mapping[str, Any], mode: PauseMode, owner: str) -> Mapping[str, Any]:
         try:
+            self._asked("POST", "/start_weight_update", {"owner": owner})
             self._asked("POST", "/update_weights", {"update_info": update})
             if mode == "keep":
                 return self._finished(payload)
@@ -147,20 +155,23 @@ class WeightClient:
                 return self._finished(payload)
             finally:
                 self._asked("POST", "/resume")
+        except WeightsBusyError:
+            raise  # what is under way is another's
         except WeightsError:
-            self._abort_quietly()  # the next one must not find it
+            self._abort_quietly(owner)  # the next one must not find it
             raise
 
     def _finished(self, payload: Payload) -> Mapping[str, Any]:
         return self._asked("POST", "/finish_weight_update", {"weight_version": str(payload.version)})
 
-    def _abort_quietly(self) -> None:
+    def _abort_quietly(self, owner: str) -> None:
+        """Ends the update of this push, if it has begun and is not over: of a start, too, the answer may be lost."""
         try:
-            self.abort()
+            self._asked("POST", "/abort_weight_update", {"owner": owner})
         except WeightsError:
             return  # what is wrong there is on its way to the caller
 
-    def _serves(self, payload: Payload) -> bool:
+    def _serves(self, payload: Payload, owner: str) -> bool:
         """Whether the graph serves it by now; an update that is still under way is waited for."""
         ends = time.monotonic() + self._patience_s
         while time.monotonic() < ends:
@@ -172,6 +183,7 @@ class WeightClient:
                 continue
             if not info["is_updating"]:
                 return bool((info["weight_version"], info["digest"]) == (str(payload.version), payload.digest))
+            self._abort_quietly(owner)
             if self._given_up.wait(_TRY_AGAIN_S):
                 break
         return False

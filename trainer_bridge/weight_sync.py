@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 from gym_capture.durable_files import sync_directory
 from gym_capture.errors import ConfigError, WeightsFailedError, WeightsRefusedError
-from gym_capture.weights import PauseMode, Payload, payload_at, seal
+from gym_capture.weights import PauseMode, Payload, is_sealed, payload_at, seal
 from trainer_bridge.weight_client import Pushed, WeightClient
 
 __all__ = ["WeightSync", "Weights"]
@@ -150,10 +150,9 @@ def _remove(folder: Path) -> None:
 
 def _sealed(folder: Path, version: int) -> Payload:
     """A folder that the trainer has made itself. One that is sealed stays as it is."""
-    try:
-        payload = payload_at(str(folder))
-    except WeightsRefusedError:
+    if not is_sealed(folder):
         return seal(folder, version=version)
+    payload = payload_at(str(folder))
     if payload.version != version:
         raise WeightsRefusedError(f"{folder} is sealed as version {payload.version}, not {version}")
     return payload

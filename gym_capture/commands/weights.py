@@ -12,8 +12,8 @@ import typer
 from rich.console import Console
 
 from gym_capture.auth import Keyring
-from gym_capture.errors import ConfigError, WeightsRefusedError
-from gym_capture.weights import PAUSE_MODES, payload_at, seal
+from gym_capture.errors import ConfigError
+from gym_capture.weights import PAUSE_MODES, is_sealed, payload_at, seal
 from trainer_bridge.weight_client import WeightClient
 
 app = typer.Typer(no_args_is_help=True)
@@ -54,15 +54,18 @@ def push(
     if mode not in PAUSE_MODES:
         raise ConfigError(f"--mode: must be keep, wait or abort, got {mode!r}")
     path = folder.expanduser().absolute()
-    try:
+    if not path.is_dir():
+        raise ConfigError(f"{folder} is no folder that is seen from here")
+    if is_sealed(path):
         payload = payload_at(str(path))
-    except WeightsRefusedError:
-        if version is None:
-            raise ConfigError(f"{folder} has no number yet: say --version") from None
+    elif version is None:
+        raise ConfigError(f"{folder} has no number yet: say --version")
+    else:
         payload = seal(path, version=version)
     if version is not None and payload.version != version:
         raise ConfigError(f"{folder} is sealed as version {payload.version}, not {version}")
     with _client(url, token, secret_file) as client:
+        client.info()  # a graph that is not there, or another token, is said at once, and not tried again and again
         pushed = client.push(
             payload,
             mode=mode,  # type: ignore[arg-type]  # one of those, as was just looked at

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineDeadError as VllmEngineDeadError
 
 from gym_capture.engines.weights import TransferStep
 from gym_capture.errors import EngineDeadError, WeightsFailedError, WeightsRefusedError
-from gym_capture.weights import ModelSpec, PauseMode, Payload, TensorSpec, compare, model_spec, verify
+from gym_capture.weights import ModelSpec, PauseMode, Payload, TensorSpec, compare, model_files, model_spec, verify
 
 WORKER_EXTENSION: Final = "gym_capture.engines.vllm_worker.FolderWorker"
 _DTYPES: Final[Mapping[str, str]] = {
@@ -65,7 +65,7 @@ class VllmWeights:
 
     async def apply(self, payload: Payload | None, *, version: str) -> None:
         await self.pause("keep", clear_cache=True)
-        files = sorted(map(str, self._model.glob("*.safetensors"))) if payload is None else payload.paths
+        files = [str(file) for file in model_files(self._model)] if payload is None else payload.paths
         await self._done(self._llm.collective_rpc("gym_capture_load", args=(files,)))
         await self.label(version)
 

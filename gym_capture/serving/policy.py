@@ -94,6 +94,7 @@ class Policy:
                 replica=uuid.uuid4().hex[:12],
                 model=args.model,
                 node=ray.get_runtime_context().get_node_id(),
+                step_timeout_s=args.weights.step_timeout_s,
             )
             await self._weights.start()
 

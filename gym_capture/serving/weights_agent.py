@@ -1,8 +1,8 @@
 """A replica's side of the weight plane: it has the current version before it serves, and obeys the coordinator.
 
-Invariant: `start` returns once the replica serves the version that is current. From then on the engine changes its
-weights only by an order, and samples only with weights that are whole. A replica that is dismissed fails its health
-check, so that Serve replaces it.
+Invariant: `start` returns once the replica serves the version that is current, or is paused for want of it. From then
+on the engine changes its weights only by an order, and samples only with weights that are whole. A replica that is
+dismissed, or hangs in an order, fails its health check, so that Serve replaces it.
 
 Flow: `start` joins -> loads what it is told to, and joins again -> welcome -> orders are fetched and obeyed, one at a
 time, until `stop`. When the coordinator starts anew, the replica says what it has, and is told what to do about it.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import Final, Protocol
 
 from gym_capture.engines.weights import WeightControl
@@ -62,26 +63,39 @@ class WeightAgent:
     """The weights of one replica."""
 
     def __init__(
-        self, coordinator: Coordinator, weights: WeightControl, *, replica: str, model: str, node: str
+        self,
+        coordinator: Coordinator,
+        weights: WeightControl,
+        *,
+        replica: str,
+        model: str,
+        node: str,
+        step_timeout_s: float,
     ) -> None:
+        """`step_timeout_s`: after which the coordinator gives up a replica that obeys."""
         self._coordinator = coordinator
         self._weights = weights
         self._replica = replica
         self._node = node
+        self._step_timeout_s = step_timeout_s
+        self._obeying: tuple[Order, float] | None = None
+        """What it is doing, since when."""
         self._version = Version(number=0, model=model)
         self._is_sound = True
         self._is_paused = False
         self._cannot_load: str | None = None
         self._serves = asyncio.Event()
+        self._has_started = asyncio.Event()
         self._following: asyncio.Task[None] | None = None
         self._dismissed: str | None = None
 
     async def start(self) -> None:
-        """Returns once the replica serves the current version. Raises what the engine does."""
+        """Returns once the replica serves the current version - or, paused, if nobody can have that one: its routes
+        must be there for the next. Raises what the engine does."""
         await self._weights.label(str(self._version.number))
         await self._join()
         self._following = asyncio.create_task(self._follow())
-        waits = asyncio.ensure_future(self._serves.wait())
+        waits = asyncio.ensure_future(self._has_started.wait())
         await asyncio.wait({waits, self._following}, return_when=asyncio.FIRST_COMPLETED)
         waits.cancel()
         self.check_health()
@@ -93,6 +107,10 @@ class WeightAgent:
             error = following.exception()
             if error is not None:  # whatever it was, the weights would stay as they are from now on
                 self._dismissed = f"this replica cannot follow the coordinator of the weights: {described(error)}"
+        if self._obeying is not None:
+            order, since = self._obeying
+            if time.monotonic() - since > self._step_timeout_s:  # it is no member any more, and others have gone on
+                self._dismissed = f"this replica hangs: {type(order).__name__} for {self._step_timeout_s:g} s"
         if self._dismissed is not None:
             raise EngineDeadError(self._dismissed)
 
@@ -119,7 +137,7 @@ class WeightAgent:
                     except (WeightsRefusedError, WeightsFailedError) as error:
                         logger.error("weights %d cannot be loaded: %s", version.number, error)
                         self._cannot_load = version.digest
-                case Welcome(is_paused, is_current):
+                case Welcome(is_paused, is_current, must_answer):
                     if is_paused:
                         await self._weights.pause("keep", clear_cache=False)
                         self._is_paused = True
@@ -127,6 +145,8 @@ class WeightAgent:
                         await self._resume()
                     if is_current:
                         self._serves.set()
+                    if is_current or must_answer:
+                        self._has_started.set()
                     return
 
     def _seat(self) -> Seat:
@@ -166,6 +186,7 @@ class WeightAgent:
                     report = await self._obeyed(number, order)
 
     async def _obeyed(self, number: int, order: Order) -> Report:
+        self._obeying = order, time.monotonic()
         try:
             return Report(number, await self._obey(order))
         except GymCaptureError as error:
@@ -173,6 +194,8 @@ class WeightAgent:
         except Exception as error:  # the boundary: whatever fails here, the coordinator is told
             logger.error("%s failed", type(order).__name__, exc_info=error)
             return Report(number, error=WeightsFailedError(described(error)))
+        finally:
+            self._obeying = None
 
     async def _obey(self, order: Order) -> object:
         match order:
@@ -220,3 +243,4 @@ class WeightAgent:
         await self._weights.resume()
         self._is_paused = False
         self._serves.set()
+        self._has_started.set()

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple, TypeAlias
 
-from gym_capture.errors import GymCaptureError, WeightsFailedError, WeightsRefusedError
+from gym_capture.errors import EngineDeadError, GymCaptureError, WeightsFailedError, WeightsRefusedError
 from gym_capture.serving.weights_messages import Leave, Nothing, Numbered, Order, Report, Seat
 
 logger = logging.getLogger(__name__)
@@ -154,8 +154,8 @@ def named(failures: Sequence[Answer], what: str) -> str:
 
 
 def are_lost(failures: Sequence[Answer]) -> bool:
-    """Whether nothing was wrong but that replicas died or do not answer: the next try may do better."""
-    return all(isinstance(answer.error, LostMemberError) for answer in failures)
+    """Whether nothing was wrong but that replicas, or engines, died or do not answer: the next try may do better."""
+    return all(isinstance(answer.error, LostMemberError | EngineDeadError) for answer in failures)
 
 
 def demand(answers: Sequence[Answer], what: str) -> None:

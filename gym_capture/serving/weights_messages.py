@@ -32,6 +32,10 @@ class Version:
     def can_be_loaded(self) -> bool:
         return self.folder is not None or self.number == 0
 
+    def is_same(self, other: Version) -> bool:
+        """The same weights under the same number, wherever they are."""
+        return (self.number, self.model, self.digest) == (other.number, other.model, other.digest)
+
 
 class Seat(NamedTuple):
     """A replica, as it joins."""
@@ -64,6 +68,8 @@ class Welcome(NamedTuple):
 
     is_paused: bool
     is_current: bool
+    must_answer: bool = False
+    """It has not, and neither has any other: its routes must be there all the same, or nobody could push weights."""
 
 
 class Check(NamedTuple):

@@ -52,7 +52,7 @@ from gym_capture.serving.weights_messages import (
     Welcome,
 )
 from gym_capture.serving.weights_record import Copies, WeightsRecord
-from gym_capture.serving.weights_update import Outcome, Update, outcome_of
+from gym_capture.serving.weights_update import Outcome, Update, check_folder_info, outcome_of
 from gym_capture.weights import PauseMode, Payload
 
 logger = logging.getLogger(__name__)
@@ -101,9 +101,11 @@ class WeightPlane:
         """A replica that would like to serve. Waits while others change their weights."""
         async with self._one_at_a_time:
             if self._update is not None and self._update.has_transfer:
-                return Later()
+                if self._members:
+                    return Later()
+                self._over(Outcome.FAILED)  # nobody is left who has a part of it
             current = await self._current_for(seat)
-            has_it = seat.is_sound and seat.version == current
+            has_it = seat.is_sound and seat.version.is_same(current)
             if not has_it and current.can_be_loaded and seat.cannot_load != current.digest:
                 return Load(current)
             if not has_it:
@@ -112,8 +114,9 @@ class WeightPlane:
                     seat.replica,
                     current.number,
                 )
+            must_answer = not has_it and not any(member.is_current for member in self._members)
             self._members.add(Member(seat, gone, is_current=has_it))
-            return Welcome(is_paused=self._paused_by_trainer or not has_it, is_current=has_it)
+            return Welcome(self._paused_by_trainer or not has_it, has_it, must_answer)
 
     async def _current_for(self, seat: Seat) -> Version:
         """The version that a replica must have to join."""
@@ -175,7 +178,9 @@ class WeightPlane:
     async def init(self, info: Mapping[str, Any]) -> None:
         """Makes a transfer group of the trainer and all replicas, which get their ranks one after another."""
         async with self._operation():
-            rank = int(info.get("rank_offset", 1))
+            rank = info.get("rank_offset", 1)
+            if not isinstance(rank, int) or isinstance(rank, bool):
+                raise WeightsRefusedError(f"init_info: rank_offset must be a whole number: got {str(rank)[:50]!r}")
             work = []
             for member in self._members:
                 own = {**info, "rank_offset": rank} if "rank_offset" in info else info
@@ -190,13 +195,14 @@ class WeightPlane:
             self._group = ()
             demand(await self._all(Transfer("shutdown", {})), "could not leave the transfer group")
 
-    async def start(self) -> None:
+    async def start(self, owner: str | None = None) -> None:
+        """`owner`: a name by which whoever begins the update may give it up, and no other."""
         if self._update is not None:
             raise WeightsBusyError("another weight update is under way: finish it, or abort it, before the next one")
         async with self._operation():
             if self._update is not None:
                 raise WeightsBusyError("another weight update is under way: wait until it is over")
-            self._update = Update()
+            self._update = Update(owner=owner)
             self._is_record_lost = False  # what a replica has from now on may be half of an update
 
     async def update(self, info: Mapping[str, Any] | list[Any]) -> Payload | None:
@@ -206,7 +212,7 @@ class WeightPlane:
             if isinstance(info, list) or "folder" not in info:
                 await self._receive(update, info)
                 return None
-            _only_known(info)
+            check_folder_info(info)
             update.may_go_back = info.get("force") is True
             update.allow_non_finite = info.get("allow_non_finite") is True
             update.payload = None  # of a folder before this one nothing counts
@@ -232,10 +238,13 @@ class WeightPlane:
             self._over(Outcome.APPLIED)
             return done
 
-    async def abort(self, outcome: Outcome = Outcome.ABORTED) -> bool:
-        """Gives up the update under way, and goes on with what is current. False if there was none."""
+    async def abort(self, outcome: Outcome = Outcome.ABORTED, *, owner: str | None = None) -> bool:
+        """Gives up the update under way, and goes on with what is current. False if there was none, or not of `owner`,
+        if one is named."""
         async with self._operation():
             update = self._update
+            if update is not None and owner not in (None, update.owner):
+                return False
             self._over(outcome)
             if update is not None and update.has_transfer:
                 await self._drop_transfer("the update was aborted", list(self._members))
@@ -364,7 +373,9 @@ class WeightPlane:
         if set(self._members.names) - update.checked:  # some have come since
             await self._checked(update, payload.folder)
         new = Version(number=payload.version, model=before.model, folder=payload.folder, digest=payload.digest)
-        if new.digest == before.digest and new.number == before.number and self._broken is None:
+        if new.is_same(before) and self._broken is None and all(member.is_current for member in self._members):
+            if new != before:  # they are elsewhere now, and where they were they may not be any more
+                await self._keep(new)
             return self._outcome(new, paused_s=0.0)
         began = time.monotonic()
         await self._settle(await self._all(Apply(new)), new)
@@ -430,6 +441,9 @@ class WeightPlane:
             if update.payload is not None:
                 raise WeightsBusyError("this update has a folder already: a transfer takes an update of its own")
             try:
+                ranks = sum(member.seat.world_size for member in members)
+                if isinstance(info, list) and len(info) != ranks:
+                    raise WeightsRefusedError(f"update_info has {len(info)} entries, but there are {ranks} ranks")
                 demand(await self._all(Transfer("check", info)), "refuses the transfer")
                 if self._members.names != self._group:
                     raise WeightsBusyError(
@@ -481,9 +495,3 @@ class WeightPlane:
     async def _all(self, order: Order, members: Iterable[Member] | None = None) -> list[Answer]:
         asked = self._members if members is None else members
         return await self._members.ask([(member, order) for member in asked], within_s=self._step_timeout_s)
-
-
-def _only_known(info: Mapping[str, Any]) -> None:
-    unknown = info.keys() - {"folder", "force", "allow_non_finite"}
-    if unknown:
-        raise WeightsRefusedError(f"update_info: there is no {sorted(unknown)[0]!r} beside `folder`")

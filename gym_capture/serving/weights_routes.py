@@ -26,11 +26,13 @@ from gym_capture.errors import (
     WeightsFailedError,
     WeightsRefusedError,
 )
-from gym_capture.weights import PAUSE_MODES
+from gym_capture.weights import PAUSE_MODES, check_version
 
 _RETRY_AFTER_S: Final = "1"
 _LARGEST_BODY: Final = 64 << 20
 """A transfer names every tensor."""
+_LONGEST_NUMBER: Final = 19
+_LONGEST_OWNER: Final = 200
 
 
 class Operate(Protocol):
@@ -65,6 +67,13 @@ class _Asked:
         value = self.body.get(name)
         if not isinstance(value, kinds):
             raise InvalidRequestError(f"{name} must be in the body, as an object", param=name)
+        return value
+
+    @property
+    def owner(self) -> str | None:
+        value = self.body.get("owner")
+        if value is not None and (not isinstance(value, str) or len(value) > _LONGEST_OWNER):
+            raise InvalidRequestError(f"owner must be a text of at most {_LONGEST_OWNER} characters", param="owner")
         return value
 
 
@@ -130,7 +139,7 @@ async def _shut_down(asked: _Asked) -> Mapping[str, Any]:
 
 
 async def _start(asked: _Asked) -> Mapping[str, Any]:
-    await asked.operate("start")
+    await asked.operate("start", owner=asked.owner)
     return {"message": "Weight update started"}
 
 
@@ -142,18 +151,18 @@ async def _update(asked: _Asked) -> Mapping[str, Any]:
 
 async def _finish(asked: _Asked) -> Mapping[str, Any]:
     version = asked.body.get("weight_version")
-    if isinstance(version, str) and version.isascii() and version.isdecimal():
+    if isinstance(version, str) and version.isascii() and version.isdecimal() and len(version) <= _LONGEST_NUMBER:
         version = int(version)
-    if version is not None and (not isinstance(version, int) or isinstance(version, bool) or version < 0):
-        raise InvalidRequestError(
-            f"weight_version must be a whole number, so that versions have an order: got {str(version)[:50]!r}",
-            param="weight_version",
-        )
+    if version is not None:
+        try:
+            check_version(version)
+        except WeightsRefusedError as error:
+            raise InvalidRequestError(f"weight_version: {error.message}", param="weight_version") from None
     return {"message": "Weight update finished", **await asked.operate("finish", version=version)}
 
 
 async def _abort(asked: _Asked) -> Mapping[str, Any]:
-    return {"was_under_way": await asked.operate("abort")}
+    return {"was_under_way": await asked.operate("abort", owner=asked.owner)}
 
 
 async def _info(asked: _Asked) -> Mapping[str, Any]:

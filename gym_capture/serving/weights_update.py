@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from gym_capture.errors import WeightsBusyError, WeightsRefusedError
 from gym_capture.weights import Payload
@@ -23,6 +25,8 @@ class Outcome(StrEnum):
 class Update:
     """An update under way."""
 
+    owner: str | None = None
+    """Who has begun it, if that was said."""
     payload: Payload | None = None
     """A folder that every replica has checked."""
     checked: set[str] = field(default_factory=set)
@@ -38,3 +42,13 @@ class Update:
 def outcome_of(error: BaseException) -> Outcome:
     """Of an update that this error ended."""
     return Outcome.REFUSED if isinstance(error, WeightsRefusedError | WeightsBusyError) else Outcome.FAILED
+
+
+def check_folder_info(info: Mapping[str, Any]) -> None:
+    """Raises `WeightsRefusedError` for what is said beside a folder and is not understood."""
+    unknown = info.keys() - {"folder", "force", "allow_non_finite"}
+    if unknown:
+        raise WeightsRefusedError(f"update_info: there is no {sorted(unknown)[0]!r} beside `folder`")
+    for name in ("force", "allow_non_finite"):
+        if not isinstance(info.get(name, False), bool):
+            raise WeightsRefusedError(f"update_info: {name} must be true or false: got {str(info[name])[:50]!r}")

@@ -20,8 +20,8 @@ from gym_capture.errors import (
 )
 from gym_capture.serving import weights_agent, weights_record
 from gym_capture.serving.weights_messages import Apply, Numbered, Resume, Version
-from gym_capture.weights import Payload, seal
-from tests.serving.weight_replicas import MODEL, Cluster, cluster_of, eventually
+from gym_capture.weights import Payload, payload_at, seal
+from tests.serving.weight_replicas import MODEL, Cluster, Replica, cluster_of, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -349,8 +349,28 @@ async def test_a_replica_that_hangs_fails_the_update_and_comes_back(tmp_path: Pa
         with pytest.raises(WeightsFailedError, match=r"replica b .*has not answered"):
             await cluster.push(folder(tmp_path, 1))
         assert not cluster.replicas["a"].weights.is_paused
+        await eventually(lambda: _is_unwell(cluster.replicas["b"], "this replica hangs: Apply for 0.2 s"))
         cluster.replicas["b"].gates.pop("apply 1").set()
         await cluster.settled("0")
+
+
+async def test_a_replica_that_hangs_in_a_check_does_not_serve_the_old_version_for_ever(tmp_path: Path) -> None:
+    """Nothing has paused it, and the others go on without it."""
+    async with cluster_of(tmp_path, "a", "b", trainer_timeout_s=600.0, step_timeout_s=0.2) as cluster:
+        cluster.replicas["b"].hold("check")
+        with pytest.raises(WeightsFailedError, match=r"replica b .*has not answered"):
+            await cluster.push(folder(tmp_path, 1))
+        assert (await cluster.push(folder(tmp_path, 2)))["replicas"] == 1
+        await eventually(lambda: _is_unwell(cluster.replicas["b"], "this replica hangs: Check for 0.2 s"))
+        cluster.replicas["a"].agent.check_health()
+
+
+async def _is_unwell(replica: Replica, why: str) -> bool:
+    try:
+        replica.agent.check_health()
+    except EngineDeadError as error:
+        return error.message == why
+    return False
 
 
 async def test_weights_that_are_gone_are_waited_for(tmp_path: Path) -> None:
@@ -367,6 +387,70 @@ async def test_weights_that_are_gone_are_waited_for(tmp_path: Path) -> None:
         await cluster.push(folder(tmp_path, 2))
         await starting
         await cluster.settled("2")
+
+
+async def test_where_nobody_can_have_the_weights_the_next_ones_can_be_pushed(tmp_path: Path) -> None:
+    """A replica that has not started has no routes: if none starts, no trainer reaches the graph."""
+    one = folder(tmp_path, 1)
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.push(one)
+    for file in Path(one.folder).iterdir():
+        file.unlink()
+    async with asyncio.timeout(20), cluster_of(tmp_path, "b", "c") as cluster:
+        assert cluster.paused == {"b": True, "c": True}
+        await cluster.push(folder(tmp_path, 2))
+        await cluster.settled("2")
+
+
+async def test_weights_that_have_moved_are_served_from_where_they_are_now(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a") as cluster:
+        one = folder(tmp_path, 1)
+        await cluster.push(one)
+        elsewhere = payload_at(str(Path(one.folder).rename(tmp_path / "elsewhere")))
+        late = cluster.add("late")
+        starting = asyncio.ensure_future(late.agent.start())
+        await cluster.until_waiting("late")
+        await cluster.push(elsewhere)
+        async with asyncio.timeout(10):
+            await starting
+        await cluster.settled("1")
+        again = payload_at(str(Path(elsewhere.folder).rename(tmp_path / "again")))
+        assert (await cluster.push(again))["paused_s"] == 0
+        assert cluster.record.read() == Version(number=1, model=MODEL, folder=again.folder, digest=one.digest)
+        steps = list(late.weights.steps)
+        cluster.kill_coordinator()
+        cluster.start_coordinator()
+        await eventually(lambda: _are_serving(cluster, 2))
+        assert late.weights.steps == steps  # it has them: where they are is all the same to it
+
+
+async def _are_serving(cluster: Cluster, replicas: int) -> bool:
+    return len((await cluster.serving.info())["replicas"]) == replicas  # type: ignore[arg-type]
+
+
+async def test_an_owner_gives_up_what_is_its_own_and_nothing_else(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.serving.start("one")
+        assert not await cluster.serving.abort(owner="other")
+        assert (await cluster.serving.info())["is_updating"]
+        assert await cluster.serving.abort(owner="one")
+        assert not (await cluster.serving.info())["is_updating"]
+        await cluster.serving.start("one")
+        assert await cluster.serving.abort()
+        assert cluster.over == ["aborted", "aborted"]
+
+
+async def test_a_transfer_has_an_entry_for_each_rank(tmp_path: Path) -> None:
+    async with cluster_of(tmp_path, "a", "b") as cluster:
+        await cluster.serving.init({})
+        for entries in ([], [{}], [{}, {}, {}]):
+            await cluster.serving.start()
+            with pytest.raises(WeightsRefusedError, match=rf"has {len(entries)} entries, but there are 2 ranks"):
+                await cluster.serving.update(entries)
+        await cluster.serving.start()
+        await cluster.serving.update([{"names": ["x"]}, {"names": ["y"]}])
+        await cluster.serving.finish(1)
+        await cluster.settled("1")
 
 
 async def test_another_model_begins_at_its_own_weights(tmp_path: Path) -> None:
@@ -436,6 +520,21 @@ async def test_after_transfers_there_may_be_nothing_to_go_back_to(tmp_path: Path
         await cluster.settled("6")
 
 
+async def test_a_transfer_that_nobody_is_left_of_is_in_no_replicas_way(tmp_path: Path) -> None:
+    """Its only replica dies between two messages, when nobody waits for an answer of it."""
+    async with cluster_of(tmp_path, "a") as cluster:
+        await cluster.push(folder(tmp_path, 1))
+        await cluster.serving.init({})
+        await cluster.serving.start()
+        await cluster.serving.update({"names": []})
+        await cluster.kill("a")
+        async with asyncio.timeout(10):
+            await cluster.start("b")
+        await cluster.settled("1")
+        assert cluster.over == ["applied", "failed"]
+        await cluster.push(folder(tmp_path, 2))
+
+
 async def test_nobody_makes_an_engine_sample_from_weights_that_are_not_whole(tmp_path: Path) -> None:
     async with cluster_of(tmp_path, "a") as cluster:
         replica = cluster.replicas["a"]
@@ -477,6 +576,8 @@ async def test_what_became_of_an_update_is_told_once(tmp_path: Path) -> None:
                 await plane.start()
         with pytest.raises(WeightsRefusedError, match="there is no 'misspelt'"):
             await plane.update({"folder": "x", "misspelt": 1})
+        with pytest.raises(WeightsRefusedError, match="force must be true or false: got 'yes'"):
+            await plane.update({"folder": "x", "force": "yes"})
         assert cluster.over == []
         assert await plane.abort()
         assert cluster.over.pop() == "aborted"
@@ -489,7 +590,7 @@ async def test_what_became_of_an_update_is_told_once(tmp_path: Path) -> None:
         assert cluster.over.pop() == "refused"
         await plane.start()
         with pytest.raises(WeightsBusyError, match="other replicas serve than those of the transfer group"):
-            await plane.update([])
+            await plane.update([{}])
         assert not await plane.abort()
         assert cluster.over.pop() == "refused"
         cluster.replicas["a"].fails["apply 3"] = WeightsFailedError("no memory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +130,17 @@ async def test_a_replica_that_dies_costs_a_try_and_nothing_else(tmp_path: Path) 
         await cluster.settled("1")
 
 
+async def test_an_engine_that_dies_costs_a_try_and_nothing_else(tmp_path: Path) -> None:
+    """Its replica lives on, until its health check fails."""
+    async with served(tmp_path, "a", "b") as (cluster, http):
+        bad = cluster.replicas["b"]
+        bad.fails["apply"] = EngineDeadError("the engine process died")
+        pushed = await asyncio.to_thread(syncing(http, tmp_path).push, 1, moved(1))
+        assert (pushed.version, pushed.replicas) == (1, 1)
+        with pytest.raises(EngineDeadError, match="this replica is replaced"):
+            bad.agent.check_health()
+
+
 async def test_a_coordinator_that_dies_costs_a_try_and_nothing_else(tmp_path: Path) -> None:
     async with served(tmp_path, "a") as (cluster, http):
         sync = syncing(http, tmp_path)
@@ -151,6 +162,48 @@ async def test_an_update_that_another_has_begun_is_in_the_way_unless_it_is_taken
             await asyncio.to_thread(sync.push, 1, moved(1))
         await asyncio.to_thread(sync.push, 1, moved(1), takeover=True)
         await cluster.settled("1")
+
+
+async def test_who_takes_over_ends_a_pause_as_well(tmp_path: Path) -> None:
+    """As a trainer leaves it that is killed between pause and resume."""
+    async with served(tmp_path, "a") as (cluster, http):
+        sync = syncing(http, tmp_path)
+        await http.post("/start_weight_update")
+        await http.post("/pause?mode=wait")
+        await asyncio.to_thread(sync.push, 1, moved(1), takeover=True)
+        assert cluster.paused == {"a": False}
+        await http.post("/pause?mode=wait")
+        assert await asyncio.to_thread(sync._client.abort)
+        assert cluster.paused == {"a": False}
+        assert not await asyncio.to_thread(sync._client.abort)
+
+
+async def test_an_update_whose_beginning_was_not_heard_of_is_in_nobodys_way(tmp_path: Path) -> None:
+    class Deaf(WeightClient):
+        has_lost = False
+
+        def _asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Mapping[str, Any]:
+            answer = super()._asked(method, path, body)
+            if path == "/start_weight_update" and not self.has_lost:
+                self.has_lost = True
+                raise WeightsFailedError("the answer was lost", retryable=True)
+            return answer
+
+    async with served(tmp_path, "a") as (cluster, http):
+        with Deaf(str(http.base_url), patience_s=30) as client:
+            pushed = await asyncio.to_thread(client.push, weights_folder(tmp_path, 1))
+        assert client.has_lost
+        assert pushed.seconds < 30
+        assert cluster.over == ["aborted", "applied"]
+
+
+async def test_who_takes_over_waits_for_a_replica(tmp_path: Path) -> None:
+    async with served(tmp_path) as (cluster, http):
+        sync = syncing(http, tmp_path)
+        pushing = asyncio.ensure_future(asyncio.to_thread(sync.push, 1, moved(1), takeover=True))
+        await asyncio.sleep(0.2)
+        await cluster.start("a")
+        assert (await pushing).replicas == 1
 
 
 async def test_a_full_disk_of_the_trainers_leaves_nothing_behind(
@@ -256,6 +309,11 @@ async def test_a_transfer_as_trl_makes_it_reaches_every_replica(tmp_path: Path) 
         (("POST", "/update_weights", {"update_info": {"folder": "/x"}}), 409, "start_weight_update comes first"),
         (("POST", "/update_weights", {}), 400, "update_info must be in the body"),
         (("POST", "/finish_weight_update", {"weight_version": "step-3"}), 400, "must be a whole number"),
+        (("POST", "/finish_weight_update", {"weight_version": "9" * 5000}), 400, "must be a whole number"),
+        (("POST", "/finish_weight_update", {"weight_version": 2**63}), 400, "weight_version: a version must"),
+        (("POST", "/start_weight_update", {"owner": 7}), 400, "owner must be a text"),
+        (("POST", "/init_weight_transfer_engine", {"init_info": {"rank_offset": "a"}}), 400, "must be a whole number"),
+        (("POST", "/init_weight_transfer_engine", {"init_info": {"rank_offset": None}}), 400, "must be a whole number"),
         (("POST", "/init_weight_transfer_engine", {"init_info": []}), 400, "init_info must be in the body"),
         (("POST", "/weight_checker", {"action": "reset"}), 400, "action must be checksum or compare"),
         (("POST", "/start_weight_update", b"{"), 400, "the body is not JSON"),

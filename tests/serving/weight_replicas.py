@@ -18,7 +18,7 @@ from gym_capture.models import tiny_dir
 from gym_capture.serving.weights_actor import _operations
 from gym_capture.serving.weights_agent import WeightAgent
 from gym_capture.serving.weights_messages import Later, Load, Numbered, Report, Seat, Welcome
-from gym_capture.serving.weights_plane import WeightPlane
+from gym_capture.serving.weights_plane import STEP_TIMEOUT_S, WeightPlane
 from gym_capture.serving.weights_record import WeightsRecord
 from gym_capture.serving.weights_routes import add_weight_routes
 from gym_capture.weights import Payload
@@ -35,6 +35,7 @@ class Cluster:
         self.checks_against = checks_against
         self.record = WeightsRecord(directory)
         self._timeouts = timeouts
+        self.step_timeout_s = timeouts.get("step_timeout_s", STEP_TIMEOUT_S)
         self.replicas: dict[str, Replica] = {}
         self.calls: set[asyncio.Task[Any]] = set()
         self.over: list[str] = []
@@ -142,7 +143,9 @@ class Replica:
         """Steps that wait, likewise."""
         self.reached: dict[str, asyncio.Event] = {}
         self._cluster = cluster
-        self.agent = WeightAgent(self, self.weights, replica=name, model=model, node=node)
+        self.agent = WeightAgent(
+            self, self.weights, replica=name, model=model, node=node, step_timeout_s=cluster.step_timeout_s
+        )
 
     async def _on_step(self, step: str, version: str) -> None:
         for key in (step, f"{step} {version}"):

@@ -33,7 +33,8 @@ class Graph(WeightClient):
         self._file = home / "served.json"
         self.is_gone = False
         if not self._file.exists():
-            self._keep({"weight_version": "0", "folder": None, "digest": None, "is_updating": False})
+            served = {"weight_version": "0", "folder": None, "digest": None}
+            self._keep({**served, "is_updating": False, "is_paused": False, "problem": None})
 
     def _keep(self, served: Mapping[str, Any]) -> None:
         self._file.write_text(json.dumps(served))
