@@ -127,6 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"[bold red]error:[/] {escape(missing)}")
         sys.exit(2)
+    except KeyboardInterrupt:  # while the command's module is imported: typer answers for what comes after
+        raise SystemExit(143 if terminated() else 130) from None
     except OSError as error:
         # What a command writes to files, it answers for itself: this is what it prints.
         if error.errno not in _UNWRITABLE:

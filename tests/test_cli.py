@@ -137,3 +137,18 @@ def test_a_signal_unwinds_through_finally(number: signal.Signals, code: int, sle
     rest, _ = process.communicate(timeout=60)
     assert rest == "cleaned up\n"
     assert process.returncode == code
+
+
+@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_signal_while_a_command_is_imported_is_no_traceback(number: str, code: int) -> None:
+    done = run_python(f"""
+        import signal
+        from gym_capture import cli
+
+        def interrupted(name: str) -> None:
+            signal.raise_signal(signal.{number})
+
+        cli.importlib.import_module = interrupted
+        cli.main(["explain"])
+    """)
+    assert (done.returncode, done.stderr) == (code, "")

@@ -105,10 +105,11 @@ class Library:
             if kept is not None and row is not None and kept[0] == row.version:
                 self._kept.move_to_end(rollout_id)
                 return kept[1]
+            version = None if row is None else row.version
         seen = self.source.read(rollout_id)
         if seen is not None:
             with self._lock:
-                self._fill(seen)
+                self._fill(seen, version)
         return seen
 
     def measured(self, rollout_id: str, difference: float | None) -> None:
@@ -214,9 +215,10 @@ class Library:
 
     # what is kept
 
-    def _fill(self, seen: SeenRollout) -> None:
+    def _fill(self, seen: SeenRollout, version: int | None) -> None:
+        """`version`: of its row, before it was read. If more was found meanwhile, this is not all of it."""
         row = self._table.rows.get(seen.rollout_id)
-        if row is None:
+        if row is None or row.version != version:
             return
         if not row.is_filled:
             self._table.fill(seen)

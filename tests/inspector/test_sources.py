@@ -28,7 +28,7 @@ from gym_capture.inspector.job_source import JobSource
 from gym_capture.inspector.library import Library
 from gym_capture.inspector.log_source import LogSource
 from gym_capture.inspector.parquet_source import ParquetSource
-from gym_capture.inspector.seen import TokenKind
+from gym_capture.inspector.seen import SeenRollout, TokenKind
 from gym_capture.inspector.source import Basics, Look, Shows, Source, State
 from gym_capture.inspector.state_source import StateSource
 from gym_capture.inspector.table import Row
@@ -443,6 +443,39 @@ def test_one_rollout_that_cannot_be_read_is_its_own_concern() -> None:
     assert bad is not None
     assert bad.mask_reason == "unreadable"
     assert json.dumps(asdict(bad))
+
+
+class GrowsWhileRead(Source):
+    """What is added while a rollout is read for the first time is looked at before that read is over."""
+
+    kind, title, shows, is_read_whole = "log", "growing", Shows(), False
+
+    def __init__(self) -> None:
+        self.library = Library(self)
+        self.calls = 1
+
+    def look(self) -> Look:
+        return Look(changed=[Basics(rollout_id="r", state=State.FINISHED, calls=self.calls)])
+
+    def read(self, rollout_id: str) -> SeenRollout:
+        seen = SeenRollout(rollout_id=rollout_id, calls=(), trajectories=(), generated_tokens=self.calls)
+        if self.calls == 1:
+            self.calls = 2
+            self.library.look()
+        return seen
+
+
+def test_a_rollout_that_grew_while_it_was_read_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = GrowsWhileRead().library
+    monkeypatch.setattr(library, "wake", lambda: None)
+    library.look()
+    first, second = library.rollout("r"), library.rollout("r")
+    assert first is not None
+    assert second is not None
+    assert (first.generated_tokens, second.generated_tokens) == (1, 2)
+    row = library.row("r")
+    assert row is not None
+    assert row.generated_tokens == 2
 
 
 async def test_a_weight_version_of_many_digits_is_a_name(tmp_path: Path) -> None:
