@@ -13,7 +13,6 @@ are no records are passed over a look at a time, and count as damage once someth
 
 from __future__ import annotations
 
-import itertools
 import os
 from array import array
 from collections.abc import Iterator, Sequence
@@ -45,12 +44,15 @@ from gym_capture.stores.recovery import masking
 from gym_capture.stores.segments import Location, SegmentReader, segment_numbers, segment_path
 
 _PLACE: Final = 4
-"""Numbers of a place: segment, offset, size, and which call is recorded there (`_mark`)."""
+"""Numbers of a place: segment, offset, size, and what is recorded there (`_mark`)."""
 _LOOK_BYTES: Final = 8 << 20
 """Read in one look, but for a record that is longer."""
 _LONGEST_RECORD: Final = 1 << 30
 _LONGEST_HEAD: Final = 1 << 17
 """A head with its key takes less."""
+_COMMITTED: Final = 1
+"""Set in the mark of a call's record."""
+_MARKS: Final = 1 << 64
 
 
 @dataclass(slots=True)
@@ -70,7 +72,7 @@ class Followed:
     def calls(self) -> int:
         """Recorded ones. A copy that compaction made is no second one: its original stays for long if the store ended
         before it was deleted."""
-        return len({mark for mark in self.places[_PLACE - 1 :: _PLACE] if mark})
+        return len({mark for mark in self.places[_PLACE - 1 :: _PLACE] if mark & _COMMITTED})
 
 
 class Frozen(NamedTuple):
@@ -172,14 +174,18 @@ class LogFollower:
         records: dict[str, bytes] = {}
         begun: dict[str, float] = {}
         problems: list[RecordProblem] = []
+        found: set[int] = set()
+        compacted: set[int] = set()
         with closing(SegmentReader(self.directory)) as reader:
-            for location in _locations(places):
+            for mark, location in _marked(places):
                 try:
                     frame = read_record(reader, location)
                 except FileNotFoundError:
-                    continue  # compacted: its copy stands elsewhere
+                    compacted.add(mark)  # its copy stands elsewhere
+                    continue
                 except OSError as error:
                     raise StoreUnavailableError(f"the log cannot be read: {error}") from error
+                found.add(mark)
                 if frame is None:
                     problems.append(unreadable(location, None))
                     continue
@@ -188,6 +194,8 @@ class LogFollower:
                     records[frame.call_id] = frame.payload
                 elif frame.type is RecordType.BEGUN:
                     begun[frame.call_id] = decode_intent(frame.payload).created_at
+        if compacted - found:
+            raise StoreUnavailableError(f"the log was compacted since it was looked at: ask for {rollout_id} again")
         for event in masks:
             state.apply(event)
         frozen = state.freeze()
@@ -351,10 +359,12 @@ def _whole(found: Sequence[Frame | Damage]) -> int:
 
 
 def _mark(frame: Frame) -> int:
-    """The same for all copies of a call's record, 0 for other records."""
-    return hash(frame.call_id) % (1 << 64) | 1 if frame.type is RecordType.COMMITTED else 0
+    """The same for all copies of a record, another one for every other record of the rollout."""
+    if frame.type is RecordType.COMMITTED:
+        return hash(frame.call_id) % _MARKS | _COMMITTED
+    return hash((frame.type, frame.call_id, bytes(frame.payload))) % _MARKS & ~_COMMITTED
 
 
-def _locations(places: array[int]) -> Iterator[Location]:
-    columns = (places[n::_PLACE] for n in range(3))
-    return itertools.starmap(Location, zip(*columns, strict=True))
+def _marked(places: array[int]) -> Iterator[tuple[int, Location]]:
+    columns = (places[n::_PLACE] for n in range(_PLACE))
+    return ((mark, Location(*location)) for *location, mark in zip(*columns, strict=True))

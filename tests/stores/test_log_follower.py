@@ -119,6 +119,22 @@ async def test_a_copy_whose_original_is_still_there_is_no_second_call(
     assert follow(LogFollower(tmp_path)).rollouts["stays"].calls == 10
 
 
+async def test_a_rollout_whose_records_were_moved_since_the_last_look_is_not_shown_in_part(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, segment_bytes=4_000)
+    for n in range(10):
+        await call(store, f"r{n}", "c1")
+        await call(store, "stays", f"c{n}")
+    follower = follow(LogFollower(tmp_path))
+    for n in range(10):
+        frozen = await store.freeze(f"r{n}")
+        await store.write(Drop(f"r{n}", frozen.snapshot_id, frozen.version))
+    await store.compact()
+    with pytest.raises(StoreUnavailableError, match="ask for stays again"):
+        follower.read("stays")
+    await check_against(store, follow(follower))
+    await store.close()
+
+
 async def test_a_batch_that_is_half_written_is_looked_at_again(tmp_path: Path) -> None:
     await write_all(tmp_path)
     *_, last = read_segments(tmp_path)
