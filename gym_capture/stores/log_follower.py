@@ -1,7 +1,7 @@
 """An index of a log directory that is kept up while a store writes to it: what an inspector looks into.
 
 Invariant: nothing in the directory is changed and no lock is taken. What is shown of a rollout was durable at some
-moment. Memory holds 24 bytes for each record, and what one look reads. A log that is not the one of the look before -
+moment. Memory holds 32 bytes for each record, and what one look reads. A log that is not the one of the look before -
 it was cleared and begun again, or a crash had it cut back - is read from its beginning.
 
 Flow: `advance` reads what was added behind the last look - some megabytes at a time, so that whoever waits sees
@@ -43,15 +43,16 @@ from gym_capture.stores.reading import read_record, unreadable
 from gym_capture.stores.recovery import masking
 from gym_capture.stores.segments import Location, SegmentReader, segment_numbers, segment_path
 
-_PLACE: Final = 3
-"""Numbers of a place: segment, offset, size."""
+_PLACE: Final = 4
+"""Numbers of a place: segment, offset, size, and what is recorded there (`_mark`)."""
 _LOOK_BYTES: Final = 8 << 20
 """Read in one look, but for a record that is longer."""
 _LONGEST_RECORD: Final = 1 << 30
 _LONGEST_HEAD: Final = 1 << 17
 """A head with its key takes less."""
-_COMMITTED: Final = 1 << 62
-"""Set in the size of a call's record."""
+_COMMITTED: Final = 1
+"""Set in the mark of a call's record."""
+_MARKS: Final = 1 << 64
 
 
 @dataclass(slots=True)
@@ -60,15 +61,18 @@ class Followed:
 
     epoch: int
     places: array[int] = field(default_factory=lambda: array("Q"))
-    calls: int = 0
-    """Recorded ones; a copy that compaction made counts once more until its original is gone."""
-    open_calls: set[str] | None = None
     last_at: float = 0.0
     """Unix seconds at which its latest record was made."""
     registration: Registration | None = None
     outcome: Outcome | None = None
     masking: tuple[Event, ...] = ()
     """Facts that stand nowhere: what damage adds."""
+
+    @property
+    def calls(self) -> int:
+        """Recorded ones. A copy that compaction made is no second one: its original stays for long if the store ended
+        before it was deleted."""
+        return len({mark for mark in self.places[_PLACE - 1 :: _PLACE] if mark & _COMMITTED})
 
 
 class Frozen(NamedTuple):
@@ -170,14 +174,18 @@ class LogFollower:
         records: dict[str, bytes] = {}
         begun: dict[str, float] = {}
         problems: list[RecordProblem] = []
+        found: set[int] = set()
+        compacted: set[int] = set()
         with closing(SegmentReader(self.directory)) as reader:
-            for location in _locations(places):
+            for mark, location in _marked(places):
                 try:
                     frame = read_record(reader, location)
                 except FileNotFoundError:
-                    continue  # compacted: its copy stands elsewhere
+                    compacted.add(mark)  # its copy stands elsewhere
+                    continue
                 except OSError as error:
                     raise StoreUnavailableError(f"the log cannot be read: {error}") from error
+                found.add(mark)
                 if frame is None:
                     problems.append(unreadable(location, None))
                     continue
@@ -186,6 +194,8 @@ class LogFollower:
                     records[frame.call_id] = frame.payload
                 elif frame.type is RecordType.BEGUN:
                     begun[frame.call_id] = decode_intent(frame.payload).created_at
+        if compacted - found:
+            raise StoreUnavailableError(f"the log was compacted since it was looked at: ask for {rollout_id} again")
         for event in masks:
             state.apply(event)
         frozen = state.freeze()
@@ -260,8 +270,7 @@ class LogFollower:
         self._news[frame.rollout_id] = None
         if frame.type is RecordType.RETIRED:
             return
-        mark = _COMMITTED if frame.type is RecordType.COMMITTED else 0
-        rollout.places.extend((segment, frame.offset + begin, frame.size | mark))
+        rollout.places.extend((segment, frame.offset + begin, frame.size, _mark(frame)))
         try:
             self._tell(rollout, frame)
         except GymCaptureError:
@@ -269,24 +278,12 @@ class LogFollower:
 
     def _tell(self, rollout: Followed, frame: Frame) -> None:
         match frame.type:
-            case RecordType.BEGUN:
-                rollout.open_calls = (rollout.open_calls or set()) | {frame.call_id}
             case RecordType.COMMITTED:
-                rollout.calls += 1
                 rollout.last_at = max(rollout.last_at, peek_time(frame.payload))
-                self._over(rollout, frame.call_id)
-            case RecordType.ABANDONED:
-                self._over(rollout, frame.call_id)
             case RecordType.REGISTERED:
                 rollout.registration = Registration.from_text(frame.payload.decode("utf-8", "surrogatepass"))
             case RecordType.COMPLETED:
                 rollout.outcome = Outcome.from_text(frame.payload.decode("utf-8", "surrogatepass"))
-
-    @staticmethod
-    def _over(rollout: Followed, call_id: str) -> None:
-        if rollout.open_calls:
-            rollout.open_calls.discard(call_id)
-            rollout.open_calls = rollout.open_calls or None  # an empty set takes more than all else here
 
     def _forget(self, gone: set[int]) -> None:
         """Segments were deleted."""
@@ -296,10 +293,8 @@ class LogFollower:
         for rollout in self.rollouts.values():
             places = rollout.places
             if any(segment in gone for segment in places[::_PLACE]):
-                triples = zip(places[::_PLACE], places[1::_PLACE], places[2::_PLACE], strict=True)
-                kept = [place for place in triples if place[0] not in gone]
-                rollout.places = array("Q", [number for place in kept for number in place])
-                rollout.calls = sum(1 for _, _, size in kept if size & _COMMITTED)
+                kept = [n for n in range(0, len(places), _PLACE) if places[n] not in gone]
+                rollout.places = array("Q", [number for n in kept for number in places[n : n + _PLACE]])
 
     def _damaged(self, number: int, damage: Damage) -> None:
         self._damages[number, damage.start] = (number, damage)
@@ -363,7 +358,13 @@ def _whole(found: Sequence[Frame | Damage]) -> int:
     return next((n for n in range(last, len(found)) if isinstance(found[n], Damage)), len(found))
 
 
-def _locations(places: array[int]) -> Iterator[Location]:
-    numbers = iter(places)
-    triples = zip(numbers, numbers, numbers, strict=True)
-    return (Location(segment, offset, size & ~_COMMITTED) for segment, offset, size in triples)
+def _mark(frame: Frame) -> int:
+    """The same for all copies of a record, another one for every other record of the rollout."""
+    if frame.type is RecordType.COMMITTED:
+        return hash(frame.call_id) % _MARKS | _COMMITTED
+    return hash((frame.type, frame.call_id, bytes(frame.payload))) % _MARKS & ~_COMMITTED
+
+
+def _marked(places: array[int]) -> Iterator[tuple[int, Location]]:
+    columns = (places[n::_PLACE] for n in range(_PLACE))
+    return ((mark, Location(*location)) for *location, mark in zip(*columns, strict=True))

@@ -275,7 +275,7 @@ async def test_a_directory_that_cannot_be_written_to_is_said_before_anything_is_
         await write_groups(played, source=SOURCE, out=tmp_path / "file", group_size=2, job=JOB)
 
 
-async def test_rewards_of_calls_are_kept_by_call_and_one_of_no_call_masks() -> None:
+async def test_RA_04_rewards_of_calls_are_kept_by_call_and_one_of_no_call_masks() -> None:
     rows = (row("g", 0, call_rewards={"call-0": 0.5}), row("g", 1, call_rewards={"call-9": 1.0}))
     (group,) = [group async for group in stream_groups(telling(*rows), source=SOURCE, group_size=2)]
     first, second = read_finished([group.table])

@@ -149,7 +149,7 @@ def test_what_the_server_does_wrong_is_a_value_with_a_name(script: Script, reaso
 
 
 @pytest.mark.parametrize("fits", [0, 1, 2])
-def test_a_conversation_that_outgrows_the_context_ends_with_what_was_said_by_then(fits: int) -> None:
+def test_TR_10_a_conversation_that_outgrows_the_context_ends_with_what_was_said_by_then(fits: int) -> None:
     calls = iter(range(fits))
 
     async def script(call: Call) -> web.Response:

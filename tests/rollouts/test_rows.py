@@ -112,7 +112,7 @@ def test_exchanges_are_found_again_and_a_cut_one_is_cut_off(tmp_path: Path) -> N
     assert (tmp_path / EXCHANGES_FILE).read_bytes().count(b"\n") == 3
 
 
-async def test_rewards_of_calls_stand_beside_the_reward(tmp_path: Path) -> None:
+async def test_RA_04_rewards_of_calls_stand_beside_the_reward(tmp_path: Path) -> None:
     async def rewards_calls(rollout_id: str, environment: Environment) -> Ended:
         return Completed("0", n_calls=2, call_rewards={"chatcmpl-1": 0.5, "chatcmpl-2": -1.0})
 

@@ -117,7 +117,7 @@ async def played(program: str, *, task: str = "Count.", max_model_len: int = 200
 @pytest.mark.parametrize(
     ("end", "answer"), [("sys.exit(3)", ""), ("print('so far')", "so far"), ("os.kill(os.getpid(), 9)", "")]
 )
-async def test_a_program_is_truncated_whatever_it_makes_of_a_refusal(end: str, answer: str) -> None:
+async def test_TR_10_a_program_is_truncated_whatever_it_makes_of_a_refusal(end: str, answer: str) -> None:
     outcome = await played(CALLER + end)
     assert isinstance(outcome, Completed), outcome
     assert (outcome.answer, outcome.truncated) == (answer, True)

@@ -13,11 +13,13 @@ from gym_capture.capture.operations import Begin, Clear, Commit, Complete, Drop,
 from gym_capture.capture.outcomes import Outcome, Registration
 from gym_capture.conformance import sample_entry, sample_intent
 from gym_capture.errors import StoreUnavailableError
-from gym_capture.stores import log_follower
+from gym_capture.stores import compaction, log_follower
+from gym_capture.stores.frames import RecordType
 from gym_capture.stores.log import LogStore
 from gym_capture.stores.log_follower import LogFollower
 from gym_capture.stores.log_reader import LogReader
 from gym_capture.stores.replay import read_segments
+from gym_capture.stores.segments import segment_numbers
 from tests.stores.test_log_reader import ROLLOUTS, write_all
 
 
@@ -80,17 +82,55 @@ async def test_what_is_consumed_is_gone_and_compaction_loses_nothing(tmp_path: P
         await store.write(Drop(f"r{n}", frozen.snapshot_id, frozen.version))
         if n % 10 == 0:
             follow(follower)
-    numbers = {segment.number for segment in read_segments(tmp_path)}
+    await store.compact()
+    assert min(segment_numbers(tmp_path)) > 1, "nothing was compacted"
     await store.close()
     store = await LogStore.open(tmp_path, segment_bytes=4_000)
     await call(store, "new", "c1")
-    assert min(numbers) > 1, "nothing was compacted"
     follow(follower)
     assert live(follower) == ["new", "stays"]
     assert follower.rollouts["stays"].calls == 30
     await check_against(store, follower)
     await store.write(Clear("stays"))
     await call(store, "stays", "second")
+    await check_against(store, follow(follower))
+    await store.close()
+
+
+async def test_a_copy_whose_original_is_still_there_is_no_second_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(directory: Path, number: int) -> None:
+        raise OSError("the store ends here")
+
+    store = await LogStore.open(tmp_path, segment_bytes=4_000)
+    for n in range(10):
+        await call(store, f"r{n}", "c1")
+        await call(store, "stays", f"c{n}")
+    monkeypatch.setattr(compaction, "delete_segment", ends)
+    for n in range(10):
+        frozen = await store.freeze(f"r{n}")
+        await store.write(Drop(f"r{n}", frozen.snapshot_id, frozen.version))
+    await store.compact()
+    await store.close()
+    frames = [frame for segment in read_segments(tmp_path) for frame in segment.frames]
+    committed = [frame for frame in frames if (frame.rollout_id, frame.type) == ("stays", RecordType.COMMITTED)]
+    assert len(committed) > 10, "nothing was copied"
+    assert follow(LogFollower(tmp_path)).rollouts["stays"].calls == 10
+
+
+async def test_a_rollout_whose_records_were_moved_since_the_last_look_is_not_shown_in_part(tmp_path: Path) -> None:
+    store = await LogStore.open(tmp_path, segment_bytes=4_000)
+    for n in range(10):
+        await call(store, f"r{n}", "c1")
+        await call(store, "stays", f"c{n}")
+    follower = follow(LogFollower(tmp_path))
+    for n in range(10):
+        frozen = await store.freeze(f"r{n}")
+        await store.write(Drop(f"r{n}", frozen.snapshot_id, frozen.version))
+    await store.compact()
+    with pytest.raises(StoreUnavailableError, match="ask for stays again"):
+        follower.read("stays")
     await check_against(store, follow(follower))
     await store.close()
 

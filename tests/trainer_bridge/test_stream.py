@@ -91,7 +91,7 @@ def test_TR_08_a_rollout_is_truncated_if_its_last_call_was(finish_reason: str | 
     assert rollout.truncated == truncated  # the second row is not of the main chain
 
 
-def test_a_rollout_that_outgrew_the_context_is_truncated_and_older_tables_do_not_say_so(tmp_path: Path) -> None:
+def test_TR_10_a_rollout_that_outgrew_the_context_is_truncated_and_older_tables_do_not_say_so(tmp_path: Path) -> None:
     whole = table(row("a", truncated=True), row("b", truncated=False), row("c", truncated=None))
     older = whole.drop_columns(["truncated"])
     for name, rows, truncated in (("new", whole, [True, False, False]), ("old", older, [False] * 3)):
