@@ -36,6 +36,11 @@ __all__ = ["Progress", "latest", "restore", "write"]
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _PARTIAL: Final = ".partial-"
 _FORMAT: Final = 1
+_UNREADABLE: Final = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(UnpicklingError, SafetensorError),
+)
+"""What reading a file raises that is damaged, or of something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,25 +106,29 @@ def restore(folder: Path, trainer: GrpoTrainer) -> Progress:
         if state["format"] != _FORMAT:
             raise ConfigError(f"{folder} is of another version of checkpoints: {state['format']}")
         _check_same_model(folder, {name: tuple(shape) for name, shape in state["parameters"].items()}, trainer)
+        optimizer, rng = saved["optimizer"], saved["rng"]
+        cuda_rng = saved["cuda_rng"][: torch.cuda.device_count()]  # there may have been more devices
+        _check_optimizer(folder, optimizer, trainer)
+        torch.Generator().set_state(rng)  # one that is none is refused here, before it is that of all
         loaded = (
             type(trainer.model)
             .from_pretrained(str(folder), dtype=trainer.model.dtype, local_files_only=True)
             .state_dict()
         )
         progress = Progress(**state["progress"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{folder} is no checkpoint that can be read: {' '.join(str(error).split())}") from error
     own = trainer.model.state_dict()
     with torch.no_grad():
         for name, tensor in loaded.items():
             own[name].copy_(tensor)
     options = [(group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
-    trainer.optimizer.load_state_dict(saved["optimizer"])
+    trainer.optimizer.load_state_dict(optimizer)
     for group, (lr, weight_decay) in zip(trainer.optimizer.param_groups, options, strict=True):
         group.update(lr=lr, weight_decay=weight_decay)  # those of today, not of then
-    torch.set_rng_state(saved["rng"])
-    if torch.cuda.is_available() and saved["cuda_rng"]:
-        torch.cuda.set_rng_state_all(saved["cuda_rng"])
+    torch.set_rng_state(rng)
+    if cuda_rng:
+        torch.cuda.set_rng_state_all(cuda_rng)
     return progress
 
 
@@ -160,6 +169,25 @@ def _check_same_model(folder: Path, saved: dict[str, tuple[int, ...]], trainer: 
             )
     if list(saved) != list(own):
         raise ConfigError(f"{folder} is of another model: its parameters stand in another order")
+
+
+def _check_optimizer(folder: Path, saved: Mapping[str, Any], trainer: GrpoTrainer) -> None:
+    """Its state is by place alone: that of another model could be loaded, and would fail at the next step."""
+    own = list(_parameters(trainer).items())
+    (group,) = saved["param_groups"]
+    if list(group["params"]) != list(range(len(own))):
+        raise ConfigError(
+            f"{folder} is of another model: its optimizer.pt is of {len(group['params'])} parameters, this model has "
+            f"{len(own)}"
+        )
+    for place, moments in saved["state"].items():  # none, for parameters that have never had a gradient
+        name, shape = own[place]
+        for moment in (moments["exp_avg"], moments["exp_avg_sq"]):
+            if tuple(moment.shape) != shape:
+                raise ConfigError(
+                    f"{folder} is of another model: its optimizer.pt has parameter {name} as {list(moment.shape)}, "
+                    f"this model as {list(shape)}"
+                )
 
 
 def _all(directory: Path) -> list[Path]:

@@ -102,10 +102,11 @@ class Trainer:
         Lines of metrics behind it, all of them if there is none, are of steps that are to be made again, and go. Raises
         `ConfigError` for a checkpoint of another model, or metrics that are something else.
         """
+        lines = self._lines()  # before anything changes
         found = checkpoints.latest(self._folder / CHECKPOINTS)
         if found is not None:
             self.progress = checkpoints.restore(found, self.grpo)
-        kept = [text for text in self._lines() if json.loads(text)["step"] <= self.progress.step]
+        kept = [text for text in lines if json.loads(text)["step"] <= self.progress.step]
         if (self._folder / METRICS).exists():
             replace_file(self._folder / METRICS, "".join(kept).encode())
         return found is not None
@@ -298,12 +299,12 @@ class Trainer:
         path = self._folder / METRICS
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         try:
-            return [text for text in lines if text.endswith("\n") and "step" in json.loads(text)]
-        except (ValueError, TypeError) as error:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            return [text for text in lines if text.endswith("\n") and _has_step(text)]
+        except ValueError as error:
             raise ConfigError(
-                f"{path} has a line that is no JSON object, so it is of something else: {error}"
+                f"{path} has a line that is none of metrics, so it is of something else: {error}"
             ) from None
 
 
@@ -361,6 +362,18 @@ def line(progress: Progress, metrics: StepMetrics, more: Mapping[str, Any]) -> d
             found[name] = value
     found |= more
     return {name: None if _endless(value) else value for name, value in found.items()}
+
+
+def _has_step(text: str) -> bool:
+    """Raises `ValueError` for what is no line of metrics."""
+    match json.loads(text):
+        case {"step": int()}:
+            return True
+        case {"step": step}:
+            raise ValueError(f"step is {step!r}, no number")
+        case {}:
+            return False
+    raise ValueError("it is no JSON object")
 
 
 def _endless(value: object) -> bool:

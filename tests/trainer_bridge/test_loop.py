@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -242,6 +242,53 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, damage: str) -> None:
     assert torch.equal(weights(again), before)
 
 
+def _of_another_model(saved: dict[str, Any]) -> None:
+    moments = saved["optimizer"]["state"]
+    moments[0], moments[1] = moments[1], moments[0]
+
+
+def _of_fewer_parameters(saved: dict[str, Any]) -> None:
+    saved["optimizer"]["state"].popitem()
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_of_another_model, r"another model: its optimizer.pt has parameter \S+ as \[\d.*\], this model as \[\d.*\]"),
+        (_of_fewer_parameters, r"another model: its optimizer.pt is of \d+ parameters, this model has \d+"),
+        (lambda saved: saved["optimizer"]["state"][0].pop("exp_avg"), "no checkpoint that can be read: 'exp_avg'"),
+        (lambda saved: saved.pop("rng"), "no checkpoint that can be read: 'rng'"),
+        (lambda saved: saved.pop("cuda_rng"), "no checkpoint that can be read: 'cuda_rng'"),
+        (lambda saved: saved.update(rng=torch.zeros(3)), "no checkpoint that can be read"),
+    ],
+    ids=["shapes", "number", "no moments", "no rng", "no cuda_rng", "another rng"],
+)
+def test_another_optimizer_file_is_refused_by_name_and_nothing_changes(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    change(saved)
+    torch.save(saved, folder / "optimizer.pt")
+    again = trainer(tmp_path)
+    before, draws = weights(again), torch.get_rng_state()
+    with pytest.raises(ConfigError, match=f"{folder} is (of )?{says}"):
+        again.resume()
+    assert torch.equal(weights(again), before)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert (again.progress, dict(again.grpo.optimizer.state)) == (Progress(), {})
+
+
+def test_a_state_file_of_something_else_is_one_line(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    path = tmp_path / "checkpoints" / "step-00000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parameters": ["lm_head.weight"]}))
+    with pytest.raises(ConfigError, match="step-00000002 is no checkpoint that can be read"):
+        trainer(tmp_path).resume()
+
+
 def test_random_draws_go_on_where_they_were(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         trainer(tmp_path).run(GROUPS[:2])
@@ -287,10 +334,14 @@ def test_a_cut_line_of_metrics_is_left_out_and_other_files_are_refused(tmp_path:
     path.write_text(path.read_text() + '{"step": 3, "lo')
     trainer(tmp_path).resume()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    for other in ("no json\n", "7\n"):
-        path.write_text(other)
+    for other in (b"no json\n", b"7\n", b'["step"]\n', b'{"step": "2"}\n', b"\xff\n"):
+        path.write_bytes(other)
+        again = trainer(tmp_path)
+        before = weights(again)
         with pytest.raises(ConfigError, match="of something else"):
-            trainer(tmp_path).resume()
+            again.resume()
+        assert torch.equal(weights(again), before)
+        assert path.read_bytes() == other
 
 
 def test_plots_need_something_to_draw(tmp_path: Path) -> None:
