@@ -31,7 +31,7 @@ from gym_capture.durable_files import sync_directory
 from gym_capture.errors import ConfigError
 from trainer_bridge.grpo import GrpoTrainer, copy_tokenizer
 
-__all__ = ["Progress", "latest", "restore", "write"]
+__all__ = ["Progress", "check_none_ahead", "latest", "restore", "write"]
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _PARTIAL: Final = ".partial-"
@@ -61,7 +61,10 @@ def write(
     directory: Path, trainer: GrpoTrainer, progress: Progress, *, tokenizer_from: Path | None = None, keep: int = 2
 ) -> Path:
     """Writes a checkpoint into `directory`, and removes all but the newest `keep`. Raises `ConfigError` if it cannot be
-    written; those that were there are still there then."""
+    written, or is not the newest; those that were there are still there then."""
+    if keep < 1:
+        raise ConfigError(f"keep must be at least 1: got {keep}")
+    check_none_ahead(directory, progress.step)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
@@ -70,7 +73,7 @@ def write(
         try:
             _fill(partial, trainer, progress, tokenizer_from)
             folder = directory / f"step-{progress.step:08d}"
-            if folder.exists():  # of a run that was resumed from an earlier one
+            if folder.exists():
                 _remove(folder)
             partial.rename(folder)
             sync_directory(directory)
@@ -95,6 +98,16 @@ def _remove(folder: Path) -> None:
 def latest(directory: Path) -> Path | None:
     """The checkpoint of the most steps; None: there is none."""
     return next(reversed(_all(directory)), None)
+
+
+def check_none_ahead(directory: Path, step: int) -> None:
+    """Raises `ConfigError` if there is a checkpoint of more steps: a run that does not go on from it would have its own
+    removed as older, and would later be gone on with from there."""
+    newest = latest(directory)
+    if newest is not None and _step(newest) > step:
+        raise ConfigError(
+            f"{newest} is ahead of this run, which is at step {step}: resume from it first, or take another folder"
+        )
 
 
 def restore(folder: Path, trainer: GrpoTrainer) -> Progress:
@@ -194,5 +207,8 @@ def _all(directory: Path) -> list[Path]:
     """Ascending."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

@@ -69,6 +69,15 @@ class LoopOptions:
     plots: bool = True
     """Draw the metrics beside each checkpoint, if matplotlib is installed."""
 
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("rollouts_per_step", self.rollouts_per_step),
+            ("checkpoint_every", self.checkpoint_every),
+            ("keep", self.keep),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1: got {value}")
+
 
 class Trainer:
     """`GrpoTrainer.step` in a loop, with a folder."""
@@ -142,7 +151,10 @@ class Trainer:
     ) -> Progress:
         """Trains on `groups` until they end or the steps are made. `groups`: what comes behind
         `progress.groups_trained`. `on_step` is called behind each step, when its metrics are written; `on_progress`
-        gets the passes of a step, `on_wait` how many rollouts are there for the next one, and how many it takes."""
+        gets the passes of a step, `on_wait` how many rollouts are there for the next one, and how many it takes.
+
+        Raises `ConfigError`, before anything is trained, if the folder has a checkpoint of more steps: `resume` first.
+        """
         hooks = _Hooks(on_step, on_progress, on_wait)
         return self._run(groups, hooks, settle=lambda some: None, saved=lambda: None, counted=dict)
 
@@ -181,6 +193,7 @@ class Trainer:
         saved: Callable[[], None],
         counted: Callable[[], dict[str, Any]],
     ) -> Progress:
+        checkpoints.check_none_ahead(self._folder / CHECKPOINTS, self.progress.step)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._written = self.progress.step
         if self._pushes is not None and self._pushes.version is None:

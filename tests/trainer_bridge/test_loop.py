@@ -95,7 +95,7 @@ def test_what_a_kill_in_a_write_leaves_is_no_checkpoint(tmp_path: Path, monkeypa
     first.run(GROUPS[:2])
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left"):
-        trainer(tmp_path).run(GROUPS[2:4])
+        first.run(GROUPS[2:4])
     monkeypatch.undo()
     (tmp_path / "checkpoints" / ".partial-killed").mkdir()
     again = trainer(tmp_path)
@@ -122,6 +122,35 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(
     assert again.resume()
     again.run(GROUPS[4:])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_run_in_a_used_folder_that_does_not_resume_is_refused_before_it_trains(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    other = trainer(tmp_path)
+    before = weights(other)
+    with pytest.raises(
+        ConfigError, match=r"step-00000006 is ahead of this run.*step 0: resume.*or take another folder"
+    ):
+        other.run(GROUPS)
+    assert torch.equal(weights(other), before)
+    with pytest.raises(ConfigError, match="step-00000006 is ahead of this run"):
+        checkpoints.write(tmp_path / "checkpoints", other.grpo, Progress(step=5))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert (tmp_path / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.parametrize("name", ["keep", "checkpoint_every", "rollouts_per_step"])
+def test_options_of_a_loop_that_make_no_sense_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1: got 0"):
+        trainer(tmp_path, **{name: 0})
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep must be at least 1: got 0"):
+        checkpoints.write(tmp_path, GrpoTrainer(model(), OPTIONS), Progress(step=1), keep=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
