@@ -38,7 +38,7 @@ from trainer_bridge.checkpoints import Progress
 from trainer_bridge.groups import GroupStream, Position
 from trainer_bridge.grpo import GrpoTrainer, StepGivenUpError, StepMetrics
 from trainer_bridge.plots import write_plots
-from trainer_bridge.stream import TrainRollout
+from trainer_bridge.stream import TrainRollout, groups_of
 from trainer_bridge.weight_client import Pushed
 from trainer_bridge.weight_pushes import WeightPushes
 
@@ -391,9 +391,3 @@ def _has_step(text: str) -> bool:
 
 def _endless(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def groups_of(rollouts: Iterable[TrainRollout]) -> Iterator[tuple[TrainRollout, ...]]:
-    """Whole groups, of rollouts whose groups stand together, as a build writes them."""
-    for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.group_id):
-        yield tuple(group)
