@@ -14,7 +14,6 @@ Flow: `write` after a step -> older ones go, but for the newest few -> `latest` 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -27,7 +26,7 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 
-from gym_capture.durable_files import sync_directory
+from gym_capture.durable_files import sync_directory, sync_folder
 from gym_capture.errors import ConfigError
 from trainer_bridge.grpo import GrpoTrainer, copy_tokenizer
 
@@ -157,13 +156,7 @@ def _fill(folder: Path, trainer: GrpoTrainer, progress: Progress, tokenizer_from
         folder / "optimizer.pt",
     )
     folder.chmod(0o755)
-    for file in folder.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    sync_directory(folder)
+    sync_folder(folder)
 
 
 def _parameters(trainer: GrpoTrainer) -> dict[str, tuple[int, ...]]:
