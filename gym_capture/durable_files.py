@@ -1,7 +1,8 @@
-"""Small files that a crash of the machine leaves whole.
+"""Files that a crash of the machine leaves whole.
 
 Invariant: when `replace_file` returns, the file has the new content, whatever happens to the machine from then on;
-until then it has all of the old one, or is absent if there was none.
+until then it has all of the old one, or is absent if there was none. A folder is written under another name,
+`sync_folder`, renamed, `sync_directory` of the one that it is in.
 """
 
 from __future__ import annotations
@@ -21,9 +22,20 @@ def replace_file(path: Path, data: bytes) -> None:
     sync_directory(path.parent)
 
 
+def sync_folder(folder: Path) -> None:
+    """Makes all that is in the folder durable."""
+    for path in folder.rglob("*"):
+        _sync(path, os.O_RDONLY)
+    sync_directory(folder)
+
+
 def sync_directory(directory: Path) -> None:
     """Makes the directory's list of files durable."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    _sync(directory, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    fd = os.open(path, flags)
     try:
         os.fsync(fd)
     finally:

@@ -14,7 +14,6 @@ Flow: `write` after a step -> older ones go, but for the newest few -> `latest` 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
@@ -27,15 +26,20 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 
-from gym_capture.durable_files import sync_directory
+from gym_capture.durable_files import sync_directory, sync_folder
 from gym_capture.errors import ConfigError
 from trainer_bridge.grpo import GrpoTrainer, copy_tokenizer
 
-__all__ = ["Progress", "latest", "restore", "write"]
+__all__ = ["Progress", "check_none_ahead", "latest", "restore", "write"]
 
 _NAME: Final = re.compile(r"step-(\d{8,})")
 _PARTIAL: Final = ".partial-"
 _FORMAT: Final = 1
+_UNREADABLE: Final = (
+    *(OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError),
+    *(UnpicklingError, SafetensorError),
+)
+"""What reading a file raises that is damaged, or of something else."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +60,10 @@ def write(
     directory: Path, trainer: GrpoTrainer, progress: Progress, *, tokenizer_from: Path | None = None, keep: int = 2
 ) -> Path:
     """Writes a checkpoint into `directory`, and removes all but the newest `keep`. Raises `ConfigError` if it cannot be
-    written; those that were there are still there then."""
+    written, or is not the newest; those that were there are still there then."""
+    if keep < 1:
+        raise ConfigError(f"keep must be at least 1: got {keep}")
+    check_none_ahead(directory, progress.step)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for leftover in directory.glob(f"{_PARTIAL}*"):
@@ -65,7 +72,7 @@ def write(
         try:
             _fill(partial, trainer, progress, tokenizer_from)
             folder = directory / f"step-{progress.step:08d}"
-            if folder.exists():  # of a run that was resumed from an earlier one
+            if folder.exists():
                 _remove(folder)
             partial.rename(folder)
             sync_directory(directory)
@@ -92,6 +99,16 @@ def latest(directory: Path) -> Path | None:
     return next(reversed(_all(directory)), None)
 
 
+def check_none_ahead(directory: Path, step: int) -> None:
+    """Raises `ConfigError` if there is a checkpoint of more steps: a run that does not go on from it would have its own
+    removed as older, and would later be gone on with from there."""
+    newest = latest(directory)
+    if newest is not None and _step(newest) > step:
+        raise ConfigError(
+            f"{newest} is ahead of this run, which is at step {step}: resume from it first, or take another folder"
+        )
+
+
 def restore(folder: Path, trainer: GrpoTrainer) -> Progress:
     """Makes `trainer` what it was. Raises `ConfigError`, with nothing changed, if the checkpoint is of another model or
     cannot be read."""
@@ -101,25 +118,29 @@ def restore(folder: Path, trainer: GrpoTrainer) -> Progress:
         if state["format"] != _FORMAT:
             raise ConfigError(f"{folder} is of another version of checkpoints: {state['format']}")
         _check_same_model(folder, {name: tuple(shape) for name, shape in state["parameters"].items()}, trainer)
+        optimizer, rng = saved["optimizer"], saved["rng"]
+        cuda_rng = saved["cuda_rng"][: torch.cuda.device_count()]  # there may have been more devices
+        _check_optimizer(folder, optimizer, trainer)
+        torch.Generator().set_state(rng)  # one that is none is refused here, before it is that of all
         loaded = (
             type(trainer.model)
             .from_pretrained(str(folder), dtype=trainer.model.dtype, local_files_only=True)
             .state_dict()
         )
         progress = Progress(**state["progress"])
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except _UNREADABLE as error:
         raise ConfigError(f"{folder} is no checkpoint that can be read: {' '.join(str(error).split())}") from error
     own = trainer.model.state_dict()
     with torch.no_grad():
         for name, tensor in loaded.items():
             own[name].copy_(tensor)
     options = [(group["lr"], group["weight_decay"]) for group in trainer.optimizer.param_groups]
-    trainer.optimizer.load_state_dict(saved["optimizer"])
+    trainer.optimizer.load_state_dict(optimizer)
     for group, (lr, weight_decay) in zip(trainer.optimizer.param_groups, options, strict=True):
         group.update(lr=lr, weight_decay=weight_decay)  # those of today, not of then
-    torch.set_rng_state(saved["rng"])
-    if torch.cuda.is_available() and saved["cuda_rng"]:
-        torch.cuda.set_rng_state_all(saved["cuda_rng"])
+    torch.set_rng_state(rng)
+    if cuda_rng:
+        torch.cuda.set_rng_state_all(cuda_rng)
     return progress
 
 
@@ -135,13 +156,7 @@ def _fill(folder: Path, trainer: GrpoTrainer, progress: Progress, tokenizer_from
         folder / "optimizer.pt",
     )
     folder.chmod(0o755)
-    for file in folder.iterdir():
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    sync_directory(folder)
+    sync_folder(folder)
 
 
 def _parameters(trainer: GrpoTrainer) -> dict[str, tuple[int, ...]]:
@@ -162,9 +177,31 @@ def _check_same_model(folder: Path, saved: dict[str, tuple[int, ...]], trainer: 
         raise ConfigError(f"{folder} is of another model: its parameters stand in another order")
 
 
+def _check_optimizer(folder: Path, saved: Mapping[str, Any], trainer: GrpoTrainer) -> None:
+    """Its state is by place alone: that of another model could be loaded, and would fail at the next step."""
+    own = list(_parameters(trainer).items())
+    (group,) = saved["param_groups"]
+    if list(group["params"]) != list(range(len(own))):
+        raise ConfigError(
+            f"{folder} is of another model: its optimizer.pt is of {len(group['params'])} parameters, this model has "
+            f"{len(own)}"
+        )
+    for place, moments in saved["state"].items():  # none, for parameters that have never had a gradient
+        name, shape = own[place]
+        for moment in (moments["exp_avg"], moments["exp_avg_sq"]):
+            if tuple(moment.shape) != shape:
+                raise ConfigError(
+                    f"{folder} is of another model: its optimizer.pt has parameter {name} as {list(moment.shape)}, "
+                    f"this model as {list(shape)}"
+                )
+
+
 def _all(directory: Path) -> list[Path]:
     """Ascending."""
     if not directory.is_dir():
         return []
-    found = [(int(match[1]), path) for path in directory.iterdir() if (match := _NAME.fullmatch(path.name))]
-    return [path for _, path in sorted(found)]
+    return sorted((path for path in directory.iterdir() if _NAME.fullmatch(path.name)), key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

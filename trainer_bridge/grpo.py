@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from gym_capture.durable_files import sync_directory, sync_folder
 from gym_capture.errors import ConfigError, GymCaptureError
 from trainer_bridge.batching import Selection, StepBatch, check_vocabulary, step_batch
 from trainer_bridge.layouts import Layout, MicroBatch, lay_out, packing
@@ -237,7 +238,7 @@ class GrpoTrainer:
         return self._log_probs(self._scorer, batch, micro_batches, on_progress)
 
     def save(self, folder: Path, *, tokenizer_from: Path | None = None) -> None:
-        """Writes a model folder, whole or not at all. Raises `ConfigError` if there is something in its place.
+        """Writes a model folder, whole and durable, or none. Raises `ConfigError` if there is something in its place.
 
         `tokenizer_from`: the model folder whose tokenizer and chat template go with the weights.
         """
@@ -250,9 +251,11 @@ class GrpoTrainer:
             if tokenizer_from is not None:
                 copy_tokenizer(tokenizer_from, partial)
             partial.chmod(0o755)
+            sync_folder(partial)
             partial.replace(folder)
+            sync_directory(folder.parent)
         except BaseException:
-            shutil.rmtree(partial)
+            shutil.rmtree(partial, ignore_errors=True)
             raise
 
     @torch.no_grad()

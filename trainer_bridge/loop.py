@@ -38,7 +38,7 @@ from trainer_bridge.checkpoints import Progress
 from trainer_bridge.groups import GroupStream, Position
 from trainer_bridge.grpo import GrpoTrainer, StepGivenUpError, StepMetrics
 from trainer_bridge.plots import write_plots
-from trainer_bridge.stream import TrainRollout
+from trainer_bridge.stream import TrainRollout, groups_of
 from trainer_bridge.weight_client import Pushed
 from trainer_bridge.weight_pushes import WeightPushes
 
@@ -68,6 +68,15 @@ class LoopOptions:
     """Checkpoints."""
     plots: bool = True
     """Draw the metrics beside each checkpoint, if matplotlib is installed."""
+
+    def __post_init__(self) -> None:
+        for name, value in (
+            ("rollouts_per_step", self.rollouts_per_step),
+            ("checkpoint_every", self.checkpoint_every),
+            ("keep", self.keep),
+        ):
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1: got {value}")
 
 
 class Trainer:
@@ -102,10 +111,11 @@ class Trainer:
         Lines of metrics behind it, all of them if there is none, are of steps that are to be made again, and go. Raises
         `ConfigError` for a checkpoint of another model, or metrics that are something else.
         """
+        lines = self._lines()  # before anything changes
         found = checkpoints.latest(self._folder / CHECKPOINTS)
         if found is not None:
             self.progress = checkpoints.restore(found, self.grpo)
-        kept = [text for text in self._lines() if json.loads(text)["step"] <= self.progress.step]
+        kept = [text for text in lines if json.loads(text)["step"] <= self.progress.step]
         if (self._folder / METRICS).exists():
             replace_file(self._folder / METRICS, "".join(kept).encode())
         return found is not None
@@ -141,7 +151,10 @@ class Trainer:
     ) -> Progress:
         """Trains on `groups` until they end or the steps are made. `groups`: what comes behind
         `progress.groups_trained`. `on_step` is called behind each step, when its metrics are written; `on_progress`
-        gets the passes of a step, `on_wait` how many rollouts are there for the next one, and how many it takes."""
+        gets the passes of a step, `on_wait` how many rollouts are there for the next one, and how many it takes.
+
+        Raises `ConfigError`, before anything is trained, if the folder has a checkpoint of more steps: `resume` first.
+        """
         hooks = _Hooks(on_step, on_progress, on_wait)
         return self._run(groups, hooks, settle=lambda some: None, saved=lambda: None, counted=dict)
 
@@ -180,6 +193,7 @@ class Trainer:
         saved: Callable[[], None],
         counted: Callable[[], dict[str, Any]],
     ) -> Progress:
+        checkpoints.check_none_ahead(self._folder / CHECKPOINTS, self.progress.step)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._written = self.progress.step
         if self._pushes is not None and self._pushes.version is None:
@@ -298,12 +312,12 @@ class Trainer:
         path = self._folder / METRICS
         if not path.exists():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         try:
-            return [text for text in lines if text.endswith("\n") and "step" in json.loads(text)]
-        except (ValueError, TypeError) as error:
+            lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+            return [text for text in lines if text.endswith("\n") and _has_step(text)]
+        except ValueError as error:
             raise ConfigError(
-                f"{path} has a line that is no JSON object, so it is of something else: {error}"
+                f"{path} has a line that is none of metrics, so it is of something else: {error}"
             ) from None
 
 
@@ -363,11 +377,17 @@ def line(progress: Progress, metrics: StepMetrics, more: Mapping[str, Any]) -> d
     return {name: None if _endless(value) else value for name, value in found.items()}
 
 
+def _has_step(text: str) -> bool:
+    """Raises `ValueError` for what is no line of metrics."""
+    match json.loads(text):
+        case {"step": int()}:
+            return True
+        case {"step": step}:
+            raise ValueError(f"step is {step!r}, no number")
+        case {}:
+            return False
+    raise ValueError("it is no JSON object")
+
+
 def _endless(value: object) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
-
-
-def groups_of(rollouts: Iterable[TrainRollout]) -> Iterator[tuple[TrainRollout, ...]]:
-    """Whole groups, of rollouts whose groups stand together, as a build writes them."""
-    for _, group in itertools.groupby(rollouts, key=lambda rollout: rollout.group_id):
-        yield tuple(group)

@@ -4,11 +4,13 @@ Invariant: rows are put together into the rollouts they were built from, however
 probabilities are aligned; a log probability that is missing is NaN, never 0. Memory is bounded by one batch and what
 the caller keeps, whatever the size of the data.
 
-Flow: `parquet_batches(directory)` or the batches of a Ray dataset -> `read_rollouts` -> `steps` of whole groups.
+Flow: `parquet_batches(directory)` or the batches of a Ray dataset -> `read_rollouts` -> `groups_of`, or `steps` of
+whole groups.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,7 +30,10 @@ from gym_capture.data.copies import check_schema, conformed
 from gym_capture.data.schema import read_pairs, read_spans
 from gym_capture.errors import ConfigError, RecordError
 
-__all__ = ["TRAIN_COLUMNS", "TrainRollout", "TrainSequence", "count_rows", "parquet_batches", "read_rollouts", "steps"]
+__all__ = [
+    *("TRAIN_COLUMNS", "TrainRollout", "TrainSequence"),
+    *("count_rows", "groups_of", "parquet_batches", "read_rollouts", "steps"),
+]
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
 
@@ -192,14 +197,30 @@ def rows_by_rollout(batches: Iterable[Batch], columns: Sequence[str]) -> Iterato
         yield rows
 
 
+def groups_of(rollouts: Iterable[TrainRollout]) -> Iterator[tuple[TrainRollout, ...]]:
+    """Whole groups. Raises `RecordError` if the rollouts of one do not stand together, as in a copy that was
+    repartitioned, before a second piece of it is given."""
+    given: set[str] = set()
+    for group_id, group in itertools.groupby(rollouts, key=lambda rollout: rollout.group_id):
+        if group_id in given:
+            raise RecordError(
+                f"the rows of group {group_id} do not stand together: sort them by group_id and rollout_id, or build "
+                "them again",
+                field="group_id",
+            )
+        given.add(group_id)
+        yield tuple(group)
+
+
 def steps(rollouts: Iterable[TrainRollout], *, rollouts_per_step: int) -> Iterator[tuple[TrainRollout, ...]]:
-    """Batches to train on at once: whole groups, until there are `rollouts_per_step` rollouts or none left."""
+    """Batches to train on at once: whole groups, until there are `rollouts_per_step` rollouts or none left. Raises what
+    `groups_of` raises."""
     waiting: list[TrainRollout] = []
-    for rollout in rollouts:
-        if len(waiting) >= rollouts_per_step and rollout.group_id != waiting[-1].group_id:
+    for group in groups_of(rollouts):
+        waiting.extend(group)
+        if len(waiting) >= rollouts_per_step:
             yield tuple(waiting)
             waiting = []
-        waiting.append(rollout)
     if waiting:
         yield tuple(waiting)
 

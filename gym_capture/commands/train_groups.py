@@ -86,9 +86,8 @@ class Asked:
 
 
 def epochs_of(data: str, epochs: int) -> Iterator[tuple[TrainRollout, ...]]:
-    """The groups of a folder, epoch after epoch."""
-    from trainer_bridge.loop import groups_of
-    from trainer_bridge.stream import parquet_batches, read_rollouts
+    """The groups of a folder, epoch after epoch. Raises what reading them raises."""
+    from trainer_bridge.stream import groups_of, parquet_batches, read_rollouts
 
     for _ in range(epochs):
         yield from groups_of(read_rollouts(parquet_batches(data)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from gym_capture.errors import ConfigError
+from gym_capture.models import tiny_dir
 from trainer_bridge.batching import Selection, StepBatch, step_batch
 from trainer_bridge.grpo import GrpoOptions, GrpoTrainer, StepMetrics
 from trainer_bridge.layouts import MicroBatch, lay_out
@@ -375,3 +377,18 @@ def test_a_saved_model_is_whole_and_is_not_written_over(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["trained"]
     with pytest.raises(ConfigError, match="is there already"):
         trainer.save(tmp_path / "trained")
+
+
+def test_a_saved_model_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, synced, behind = tmp_path / "trained", set[int](), set[int]()
+    sync = os.fsync
+
+    def noted(fd: int) -> None:
+        (behind if place.exists() else synced).add(os.fstat(fd).st_ino)
+        sync(fd)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    GrpoTrainer(model(), GrpoOptions()).save(place, tokenizer_from=tiny_dir())
+    assert (place / "tokenizer.json").exists()
+    assert {path.stat().st_ino for path in [place, *place.rglob("*")]} <= synced
+    assert behind == {tmp_path.stat().st_ino}

@@ -6,7 +6,7 @@ import itertools
 import json
 import shutil
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ def test_what_a_kill_in_a_write_leaves_is_no_checkpoint(tmp_path: Path, monkeypa
     first.run(GROUPS[:2])
     monkeypatch.setattr(torch, "save", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
     with pytest.raises(ConfigError, match="No space left"):
-        trainer(tmp_path).run(GROUPS[2:4])
+        first.run(GROUPS[2:4])
     monkeypatch.undo()
     (tmp_path / "checkpoints" / ".partial-killed").mkdir()
     again = trainer(tmp_path)
@@ -122,6 +122,35 @@ def test_a_kill_while_an_old_checkpoint_is_removed_leaves_no_half_of_it(
     assert again.resume()
     again.run(GROUPS[4:])
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+def test_a_run_in_a_used_folder_that_does_not_resume_is_refused_before_it_trains(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS)
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    metrics = (tmp_path / "metrics.jsonl").read_text()
+    other = trainer(tmp_path)
+    before = weights(other)
+    with pytest.raises(
+        ConfigError, match=r"step-00000006 is ahead of this run.*step 0: resume.*or take another folder"
+    ):
+        other.run(GROUPS)
+    assert torch.equal(weights(other), before)
+    with pytest.raises(ConfigError, match="step-00000006 is ahead of this run"):
+        checkpoints.write(tmp_path / "checkpoints", other.grpo, Progress(step=5))
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == names
+    assert (tmp_path / "metrics.jsonl").read_text() == metrics
+
+
+@pytest.mark.parametrize("name", ["keep", "checkpoint_every", "rollouts_per_step"])
+def test_options_of_a_loop_that_make_no_sense_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1: got 0"):
+        trainer(tmp_path, **{name: 0})
+
+
+def test_keeping_no_checkpoint_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="keep must be at least 1: got 0"):
+        checkpoints.write(tmp_path, GrpoTrainer(model(), OPTIONS), Progress(step=1), keep=0)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_another_model_is_refused_by_name_and_nothing_changes(tmp_path: Path) -> None:
@@ -242,6 +271,53 @@ def test_a_damaged_checkpoint_is_one_line(tmp_path: Path, damage: str) -> None:
     assert torch.equal(weights(again), before)
 
 
+def _of_another_model(saved: dict[str, Any]) -> None:
+    moments = saved["optimizer"]["state"]
+    moments[0], moments[1] = moments[1], moments[0]
+
+
+def _of_fewer_parameters(saved: dict[str, Any]) -> None:
+    saved["optimizer"]["state"].popitem()
+    saved["optimizer"]["param_groups"][0]["params"].pop()
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (_of_another_model, r"another model: its optimizer.pt has parameter \S+ as \[\d.*\], this model as \[\d.*\]"),
+        (_of_fewer_parameters, r"another model: its optimizer.pt is of \d+ parameters, this model has \d+"),
+        (lambda saved: saved["optimizer"]["state"][0].pop("exp_avg"), "no checkpoint that can be read: 'exp_avg'"),
+        (lambda saved: saved.pop("rng"), "no checkpoint that can be read: 'rng'"),
+        (lambda saved: saved.pop("cuda_rng"), "no checkpoint that can be read: 'cuda_rng'"),
+        (lambda saved: saved.update(rng=torch.zeros(3)), "no checkpoint that can be read"),
+    ],
+    ids=["shapes", "number", "no moments", "no rng", "no cuda_rng", "another rng"],
+)
+def test_another_optimizer_file_is_refused_by_name_and_nothing_changes(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object], says: str
+) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    folder = tmp_path / "checkpoints" / "step-00000002"
+    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    change(saved)
+    torch.save(saved, folder / "optimizer.pt")
+    again = trainer(tmp_path)
+    before, draws = weights(again), torch.get_rng_state()
+    with pytest.raises(ConfigError, match=f"{folder} is (of )?{says}"):
+        again.resume()
+    assert torch.equal(weights(again), before)
+    assert torch.equal(torch.get_rng_state(), draws)
+    assert (again.progress, dict(again.grpo.optimizer.state)) == (Progress(), {})
+
+
+def test_a_state_file_of_something_else_is_one_line(tmp_path: Path) -> None:
+    trainer(tmp_path).run(GROUPS[:2])
+    path = tmp_path / "checkpoints" / "step-00000002" / "state.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parameters": ["lm_head.weight"]}))
+    with pytest.raises(ConfigError, match="step-00000002 is no checkpoint that can be read"):
+        trainer(tmp_path).resume()
+
+
 def test_random_draws_go_on_where_they_were(tmp_path: Path) -> None:
     with torch.random.fork_rng(devices=[]):
         trainer(tmp_path).run(GROUPS[:2])
@@ -287,10 +363,14 @@ def test_a_cut_line_of_metrics_is_left_out_and_other_files_are_refused(tmp_path:
     path.write_text(path.read_text() + '{"step": 3, "lo')
     trainer(tmp_path).resume()
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
-    for other in ("no json\n", "7\n"):
-        path.write_text(other)
+    for other in (b"no json\n", b"7\n", b'["step"]\n', b'{"step": "2"}\n', b"\xff\n"):
+        path.write_bytes(other)
+        again = trainer(tmp_path)
+        before = weights(again)
         with pytest.raises(ConfigError, match="of something else"):
-            trainer(tmp_path).resume()
+            again.resume()
+        assert torch.equal(weights(again), before)
+        assert path.read_bytes() == other
 
 
 def test_plots_need_something_to_draw(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gym_capture.build.sampling import Sampling
+from gym_capture.commands.train_groups import epochs_of
 from gym_capture.data.schema import SCHEMA, TRAJECTORY_SCHEMA_VERSION, VERSION_KEY
 from gym_capture.errors import ConfigError, RecordError, SchemaVersionError
 from trainer_bridge.stream import TrainRollout, parquet_batches, read_rollouts, steps
@@ -135,6 +136,25 @@ def test_steps_hold_whole_groups() -> None:
         [rollout.group_id for rollout in step] for step in steps(read_rollouts([table(*rows)]), rollouts_per_step=3)
     ]
     assert found == [["a", "a", "b", "b", "b"], ["c"]]
+
+
+def test_a_group_that_does_not_stand_together_is_refused_before_its_second_piece(tmp_path: Path) -> None:
+    """As in a copy that `repartition` of Ray Data dealt out anew: each row of a group may be in another file."""
+    for number, group in enumerate("abca"):
+        pq.write_table(table(row(f"r{number}", group_id=group)), tmp_path / f"part-{number:05d}.parquet")
+    for groups in (
+        epochs_of(str(tmp_path), epochs=1),
+        steps(read_rollouts(parquet_batches(tmp_path)), rollouts_per_step=1),
+    ):
+        given: list[str] = []
+        with pytest.raises(RecordError, match="group a do not stand together: sort them by group_id") as raised:
+            given.extend(group[0].group_id for group in groups)
+        assert (given, raised.value.field) == (["a", "b", "c"], "group_id")
+
+
+def test_each_epoch_has_all_groups(tmp_path: Path) -> None:
+    pq.write_table(table(*(row(f"r{group}", group_id=group) for group in "ab")), tmp_path / "part-00000.parquet")
+    assert [group[0].group_id for group in epochs_of(str(tmp_path), epochs=2)] == ["a", "b", "a", "b"]
 
 
 def test_parquet_is_read_file_by_file_in_order_and_a_few_rows_at_a_time(tmp_path: Path) -> None:
