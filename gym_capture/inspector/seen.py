@@ -10,6 +10,7 @@ This is the form that every source gives, whether it has records (`from_records`
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -38,7 +39,8 @@ class TokenKind(enum.IntEnum):
 
 
 _CALL_BYTES: Final = 2_000
-"""About, of a call without its ids."""
+"""About, of a call without its ids and what is on record as JSON."""
+_POINTER_BYTES: Final = 8
 KIND_NAMES: Final = tuple(kind.name.lower() for kind in TokenKind)
 NO_CALL: Final = -1
 NOTHING: Final = -1
@@ -141,6 +143,11 @@ class SeenCall:
     notes: tuple[str, ...] = ()
     """Rules by which the request was not taken to the letter."""
 
+    @property
+    def nbytes(self) -> int:
+        """About."""
+        return _CALL_BYTES + _value_bytes(self.output_items) + _value_bytes(self.sampling)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SeenTrajectory:
@@ -208,7 +215,22 @@ class SeenRollout:
     @property
     def nbytes(self) -> int:
         arrays = sum(each.nbytes for each in self.trajectories) + sum(ids.nbytes for ids in self.new_prompts.values())
-        return arrays + _CALL_BYTES * len(self.calls)
+        texts = _value_bytes((self.input_json, self.mask_details))
+        paths = _POINTER_BYTES * sum(map(len, self.paths.values()))
+        return arrays + texts + paths + sum(each.nbytes for each in self.calls)
+
+
+def _value_bytes(value: object) -> int:
+    """About, of what JSON may hold, at whatever depth."""
+    size, waiting = 0, [value]
+    while waiting:
+        each = waiting.pop()
+        size += sys.getsizeof(each)
+        if isinstance(each, Mapping):
+            waiting += (*each, *each.values())
+        elif isinstance(each, Sequence) and not isinstance(each, (str, bytes)):
+            waiting += each
+    return size
 
 
 def with_outcome(
