@@ -225,13 +225,13 @@ def check_against_the_records(frozen: Snapshot, options: BuildOptions) -> None:
 OPTIONS = st.sampled_from([BuildOptions(), ALL_CHAINS, PER_REQUEST])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(honest_rollouts(), OPTIONS)
 def test_nothing_is_claimed_that_records_deny(rollout: Any, options: BuildOptions) -> None:
     check_against_the_records(snapshot_of(rollout.entries), options)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(damaged_rollouts(), OPTIONS)
 def test_nothing_is_claimed_of_damaged_rollouts_that_records_deny(records: Any, options: BuildOptions) -> None:
     check_against_the_records(snapshot_of(records), options)
