@@ -635,11 +635,22 @@ class NotRescoredReason(Reason):
 
 
 class TokenReason(Reason):
-    """A generated id that carries no loss where it is shown, and is not lost."""
+    """An id without loss where it is shown, of which its call does not say why; and what trajectories do not tell."""
 
     TRAINED_ELSEWHERE = (
         "trained_elsewhere",
         "Several chains share the generation, and another one of them trains it: each id is trained once.",
+    )
+    PLACE_NOT_TOLD = (
+        "place_not_told",
+        "A call without loss generated some of these ids, or may have; the others are prompt. A table of trajectories "
+        "does not say which.",
+        "Look at the records: a graph's `state.directory`, or `--records` with a job's directory.",
+    )
+    REASON_NOT_TOLD = (
+        "reason_not_told",
+        "The call has no loss in any trajectory, and a table of trajectories does not say which reason is its.",
+        "`excluded_tokens` has the rollout's reasons; the records say which call has which: see `place_not_told`.",
     )
 
 
@@ -669,7 +680,7 @@ KINDS: Final[tuple[Kind, ...]] = (
     Kind("attempt", "Failed attempts", "`rollouts.jsonl`, `mask_reasons` (behind `incomplete`)", AttemptFailure),
     Kind("left_out", "Rollouts that a step left out", "`train`, `train-step` (`left out`)", LeftOutReason),
     Kind("not_rescored", "Log probabilities that were not checked", "`verify-logprobs`", NotRescoredReason),
-    Kind("token", "Tokens that another chain trains", "`gym-capture ui`", TokenReason),
+    Kind("token", "Tokens without a loss of their own", "`gym-capture ui`", TokenReason),
 )
 
 

@@ -52,6 +52,7 @@ class _Views(Protocol):
 
 
 def command(
+    context: typer.Context,
     rollout: Annotated[str, typer.Argument(help="The rollout's id.")],
     source: SourceArgument = None,
     model: ModelOption = None,
@@ -65,7 +66,7 @@ def command(
 
     Texts of tokens are shown with --model; without it, what is on record of the calls.
     """
-    if (url := url_of_graph(source, model, records)) is not None:
+    if (url := url_of_graph(source, context)) is not None:
         _show(_OfGraph(url, rollout, read_token(secret_file, token)), full=full, as_json=as_json)
         return
     _show(_on_disk(path_of(source), rollout, model, records), full=full, as_json=as_json)

@@ -19,7 +19,13 @@ from gym_capture.commands.explain import meanings
 from gym_capture.inspector.seen import KIND_NAMES
 from gym_capture.printable import visible
 
-_STYLES: Final = {"prompt": "dim", "trained": "green", "not_trained": "red", "inserted_close": "yellow"}
+_STYLES: Final = {
+    "prompt": "dim",
+    "trained": "green",
+    "not_trained": "red",
+    "inserted_close": "yellow",
+    "not_told": "magenta",
+}
 _LINKS: Final = {"exact": "green", "rendered": "yellow", "split": "red", "none": "dim"}
 _EXCERPT: Final = 160
 _SHOWN_IDS: Final = 8
@@ -112,7 +118,7 @@ def _call(call: Mapping[str, Any]) -> Text:
     line = Text.assemble((f"#{call['number']} ", "bold"), (str(call["role"]), "cyan"), f"  {visible(call['call'])}")
     if call["parent"] is not None or link != "none":
         line.append(f"  {link}", _LINKS[link])
-    line.append(f"  {_count(call['prompt_tokens'])} ({call['supplied_tokens']:,} supplied)", "dim")
+    line.append(f"  {_count(call['prompt_tokens'])} ({_count(call['supplied_tokens'])} supplied)", "dim")
     line.append(f" + {_count(call['generated_tokens'])}", "dim")
     ended = [str(call[name]) for name in ("finish",) if call[name]]
     ended += [f"weights {', '.join(call['weight_versions'])}"] if call["weight_versions"] else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated, Final, TypeAlias
 
 import typer
 
@@ -32,13 +32,27 @@ SecretFile: TypeAlias = Annotated[
 ReadToken: TypeAlias = Annotated[str | None, typer.Option(help="With a URL: the graph's read token.")]
 
 
-def url_of_graph(source: str | None, model: Path | None, records: Path | None) -> str | None:
-    """The source, if it is a graph's URL. Raises `ConfigError` for what does not go with one."""
-    if source is None or not source.startswith(("http://", "https://")):
-        return None
-    if model is not None or records is not None:
-        raise ConfigError("--model and --records are for what is on disk: the graph knows its own")
-    return source
+_ON_DISK: Final = ("model", "records")
+_OF_GRAPH: Final = ("secret_file", "token")
+
+
+def url_of_graph(source: str | None, context: typer.Context) -> str | None:
+    """The source, if it is a graph's URL. Raises `ConfigError` for options of the command that do not go with it."""
+    url = source if source is not None and source.startswith(("http://", "https://")) else None
+    names = [name for name in (_ON_DISK if url else _OF_GRAPH) if _is_given(context, name)]
+    if names:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        is_for = "is for" if len(names) == 1 else "are for"
+        if url:
+            raise ConfigError(f"{options} {is_for} what is on disk: the graph knows its own")
+        raise ConfigError(f"{options} {is_for} a graph's URL: {path_of(source)} is read as this user may read it")
+    return url
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """On the command line: the environment's secret file is there for whatever asks a graph."""
+    origin = context.get_parameter_source(name)
+    return origin is not None and origin.name == "COMMANDLINE"  # its class stands in no public module of typer
 
 
 def path_of(source: str | None) -> Path:

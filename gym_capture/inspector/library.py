@@ -42,7 +42,8 @@ class Library:
         """Over the table and what is kept."""
         self._at_work = threading.Lock()
         """Over looks and reads: what one thread has taken from the source is in the table before another looks."""
-        self._kept: OrderedDict[str, tuple[int, SeenRollout]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[int, SeenRollout, int]] = OrderedDict()
+        """By rollout, the version of its row, and about how many bytes it takes."""
         self._kept_bytes = 0
         self._name = uuid.uuid4().hex[:8]
         """Cursors of another process, or of an earlier one, are worth nothing here."""
@@ -223,15 +224,16 @@ class Library:
         if not row.is_filled:
             self._table.fill(seen)
         self._forget(seen.rollout_id)
-        self._kept[seen.rollout_id] = (row.version, seen)
-        self._kept_bytes += seen.nbytes
+        nbytes = seen.nbytes
+        self._kept[seen.rollout_id] = (row.version, seen, nbytes)
+        self._kept_bytes += nbytes
         while self._kept_bytes > _KEPT_BYTES and len(self._kept) > 1:
             self._forget(next(iter(self._kept)))
 
     def _forget(self, rollout_id: str) -> None:
         kept = self._kept.pop(rollout_id, None)
         if kept is not None:
-            self._kept_bytes -= kept[1].nbytes
+            self._kept_bytes -= kept[2]
 
     def _number_of(self, since: str | None) -> int:
         name, _, number = (since or "").partition(".")

@@ -14,7 +14,6 @@ from gym_capture.commands.reference import _leaves, _subcommands, document
 PAGE = Path(__file__).parents[2] / "docs/cli.md"
 WITHOUT_JSON = {
     ("rollouts", "logs"),  # what a job has said
-    ("ui",),  # it serves
 }
 ON_OR_OFF = ("--json", "--overwrite", "--force", "--dry-run")
 

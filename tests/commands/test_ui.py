@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -107,6 +108,22 @@ async def test_a_graph_is_looked_into_from_here(log: Path, tmp_path: Path) -> No
             await asyncio.to_thread(Remote(root, token=None).found)
 
 
+def test_where_it_listens_is_a_line_of_json(log: Path) -> None:
+    command = [sys.executable, "-m", "gym_capture.cli", "ui", str(log), "--port", "0", "--no-open", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            said = json.loads(process.stdout.readline())
+            assert (said.keys(), said["kind"], said["pid"]) == ({"url", "kind", "pid"}, "log", process.pid)
+            with httpx.Client(base_url=said["url"], trust_env=False) as client:
+                assert client.get("/api/source").status_code == 200
+            process.send_signal(signal.SIGINT)
+            assert process.communicate(timeout=60) == ("", "")
+            assert process.returncode == 130
+        finally:
+            process.kill()
+
+
 def refused(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
     """What the command says before it exits with 2, in one line."""
     with pytest.raises(SystemExit) as stopped:
@@ -122,10 +139,32 @@ def test_what_cannot_work_is_said_in_a_line(log: Path, tmp_path: Path, capsys: p
     assert "holds nothing to look into" in refused(capsys, tmp_path)
     assert "cannot be reached" in refused(capsys, "http://127.0.0.1:1")
     assert "tokenizer.json cannot be read" in refused(capsys, log, "--model", tmp_path)
-    assert "the graph knows its own" in refused(capsys, "http://127.0.0.1:1", "--model", tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"--host 127.0.0.1 --port {port}: " in refused(capsys, log, "--port", port)
+
+
+@pytest.mark.parametrize("command", [["ui", "--no-open"], ["inspect", "one"]], ids=lambda command: command[0])
+def test_an_option_that_does_not_go_with_the_source_is_refused_by_its_name(
+    command: list[str], log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def said(*arguments: object) -> str:
+        with pytest.raises(SystemExit) as stopped:
+            main([*command, *map(str, arguments)])
+        assert stopped.value.code == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+    url = "http://127.0.0.1:1"
+    assert "--model is for what is on disk" in said(url, "--model", tmp_path)
+    assert "--records is for what is on disk" in said(url, "--records", tmp_path)
+    assert "--model and --records are for what" in said(url, "--records", tmp_path, "--model", tmp_path)
+    assert f"--token is for a graph's URL: {log} is read" in said(log, "--token", "t")
+    assert "--secret-file is for a graph's URL" in said(log, "--secret-file", tmp_path / "secret")
+    assert "--secret-file and --token are for" in said(log, "--secret-file", tmp_path / "secret", "--token", "t")
+    # That of the environment is there for other commands.
+    monkeypatch.setenv("GYM_CAPTURE_SECRET_FILE", str(tmp_path / "secret"))
+    assert "holds nothing to look into" in said(tmp_path)
 
 
 def test_nothing_heavy_is_loaded_and_a_graph_that_runs_is_not_disturbed(log: Path) -> None:

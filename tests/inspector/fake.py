@@ -26,7 +26,7 @@ START: Final = 1_795_000_000.0
 TREE, LONG, LIVE = "reg-0000-0", "reg-0000-1", "reg-live"
 HOSTILE: Final = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
 
-KINDS: Final = ["prompt", "trained", "not_trained", "inserted_close"]
+KINDS: Final = ["prompt", "trained", "not_trained", "inserted_close", "not_told"]
 PROMPT, TRAINED, NOT_TRAINED, CLOSE = range(4)
 WHYS: Final = ["aborted", "not_main_chain"]
 MASKS: Final = ["unresolved_retries", "ambiguous_parent", "missing_reward", "incomplete"]

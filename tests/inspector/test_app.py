@@ -74,7 +74,7 @@ def rows(answer: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_what_is_looked_into(client: TestClient, tmp_path: Path) -> None:
     found = get(client, "source")
     assert (found["kind"], found["title"], found["live"]) == ("log", str(tmp_path), True)
-    assert found["kinds"] == ["prompt", "trained", "not_trained", "inserted_close"]
+    assert found["kinds"] == ["prompt", "trained", "not_trained", "inserted_close", "not_told"]
     assert found["reasons"]["not_main_chain"].keys() == {"title", "meaning", "what_to_do"}
 
 

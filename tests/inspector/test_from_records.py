@@ -96,6 +96,20 @@ def test_rows_show_what_records_show(rollout: Any, masks: tuple[str, ...]) -> No
             assert other.generated[name] == span
 
 
+def test_what_calls_said_counts_among_the_bytes_that_are_kept() -> None:
+    """At whatever depth it stands."""
+    bare = seen(FIRST).nbytes
+    text = "x" * 1_000_000
+    deep: Any = {"text": text}
+    for _ in range(5_000):
+        deep = [deep]
+    for items in (({"content": [{"text": text}]},), ({"content": deep},), ({text: 1},)):
+        said = call("c1", [1, 2], [3, 9], parent=Root(), output_items=items)
+        assert seen(said).nbytes - bare >= len(text)
+    asked = seen(FIRST, input_json=text)
+    assert asked.nbytes - bare >= len(text)
+
+
 # --- cases -----------------------------------------------------------------------------------------------------------
 
 FIRST = call("c1", [1, 2], [3, 9], parent=Root(), created_at=1.0)

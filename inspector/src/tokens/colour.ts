@@ -21,6 +21,7 @@ const KIND_WORDS: Record<string, string> = {
   trained: "generated, trained",
   not_trained: "generated, not trained",
   inserted_close: "inserted close",
+  not_told: "prompt, or generated and not trained: not told",
 };
 
 export function kindWords(kind: string | undefined): string {
