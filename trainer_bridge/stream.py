@@ -30,7 +30,16 @@ from gym_capture.data.copies import check_schema, conformed
 from gym_capture.data.schema import read_pairs, read_spans
 from gym_capture.errors import ConfigError, RecordError
 
-__all__ = ["TRAIN_COLUMNS", "TrainRollout", "TrainSequence", "count_rows", "groups_of", "parquet_batches", "read_rollouts", "steps"]
+__all__ = [
+    "TRAIN_COLUMNS",
+    "TrainRollout",
+    "TrainSequence",
+    "count_rows",
+    "groups_of",
+    "parquet_batches",
+    "read_rollouts",
+    "steps",
+]
 
 Batch: TypeAlias = pa.Table | pa.RecordBatch
 
